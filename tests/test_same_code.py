@@ -1,0 +1,114 @@
+"""The scripts repeat each other by design: what they share must be the same code in each of them.
+
+A buggy twin is its kernel but for the lines that carry the bug.
+"""
+
+import ast
+import difflib
+import itertools
+import re
+
+import pytest
+from scripts import ROOT, SCRIPTS, name_of
+
+# What a script has of its own, under a name that others use too.
+OWN = re.compile(r"section_\w+|main|worked_examples")
+# Section 20.4 has other names for two of them, and no kernel argument.
+RENAMED = {"triton_layernorm": "_run_layernorm"}
+
+
+def functions(script):
+    """The functions of a script: name, and syntax tree."""
+    tree = ast.parse(script.read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def code(function, renamed=None):
+    """The function's code as text, without comments and docstring, with other names for names."""
+    function = ast.parse(ast.unparse(function)).body[0]
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            node.id = (renamed or {}).get(node.id, node.id)
+    return ast.unparse(function)
+
+
+PAIRS = [
+    pytest.param(one, other, name, id=f"{name}: {one.stem[:2]} and {other.stem[:2]}")
+    for one, other in itertools.combinations(SCRIPTS, 2)
+    if one.parent == other.parent
+    for name in functions(one)
+    if name in functions(other) and not OWN.fullmatch(name) and name != "fused_linear_gelu"
+]
+
+
+@pytest.mark.parametrize("one, other, name", PAIRS)
+def test_a_function_is_the_same_in_each_script(one, other, name):
+    assert code(functions(one)[name], RENAMED) == code(functions(other)[name], RENAMED)
+
+
+def test_what_section_20_4_repeats():
+    repeated = {(one.stem[:2], name) for one, other, name in (p.values for p in PAIRS)}
+    assert repeated >= {
+        ("01", "fused_linear_gelu_kernel"),
+        ("02", "row_mean_var_kernel"),
+        ("02", "row_mean_var"),
+        ("03", "layernorm_forward_kernel"),
+        ("03", "layernorm_forward_kernel_wrong_eps"),
+    }
+
+
+def test_fused_linear_gelu_differs_only_by_its_kernel_argument():
+    chapter = ROOT / "chapter20"
+    ours = functions(chapter / "01_fused_linear_gelu.py")["fused_linear_gelu"]
+    theirs = functions(chapter / "04_standalone_complete.py")["fused_linear_gelu"]
+    position = [argument.arg for argument in ours.args.args].index("kernel")
+    del ours.args.args[position]
+    del ours.args.defaults[position - 3]  # x, weight and bias have no default
+    ours.body = [
+        node
+        for node in ours.body
+        if not (isinstance(node, ast.If) and ast.unparse(node.test).startswith("kernel is "))
+    ]
+    assert code(ours, {"kernel": "fused_linear_gelu_kernel"}) == code(theirs)
+
+
+def test_layernorm_wrapper_is_the_same_under_both_names():
+    chapter = ROOT / "chapter20"
+    ours = functions(chapter / "03_fused_layernorm.py")["triton_layernorm"]
+    theirs = functions(chapter / "04_standalone_complete.py")["_run_layernorm"]
+    ours.args.defaults = []
+    ours.name = theirs.name
+    assert code(ours) == code(theirs)
+
+
+def text_lines(script, name):
+    node = functions(script)[name]
+    return ast.get_source_segment(script.read_text(), node).splitlines()
+
+
+TWINS = [
+    pytest.param(script, name, twin, id=f"{name_of(script)}: {twin}")
+    for script in SCRIPTS
+    for name in functions(script)
+    for twin in functions(script)
+    if "_kernel" in name and twin.startswith(name + "_")
+]
+
+
+def test_there_are_buggy_twins():
+    assert len(TWINS) >= 3
+
+
+@pytest.mark.parametrize("script, name, twin", TWINS)
+def test_a_buggy_twin_stands_below_its_kernel_and_differs_where_it_says_so(script, name, twin):
+    names = list(functions(script))
+    assert names.index(twin) == names.index(name) + 1
+    kernel, buggy = text_lines(script, name), text_lines(script, twin)
+    changed = [line[2:] for line in difflib.ndiff(kernel, buggy) if line.startswith("+ ")]
+    assert changed[0].startswith(f"def {twin}(")
+    assert len(changed) > 1
+    assert all(re.search(r"  # BUG: \S", line) for line in changed[1:])
+    assert len(buggy) == len(kernel)
+    assert not any("# BUG" in line for line in kernel)
