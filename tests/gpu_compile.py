@@ -1,0 +1,163 @@
+"""Compiles a script's kernels for GPUs that need not be there, as its own wrappers launch them.
+
+    ls chapter20/*.py | python tests/gpu_compile.py sm_90 gfx942
+
+Without a target, for all of TARGETS. The script runs with its launches recorded instead of made:
+the arguments of each launch give the types and constants that Triton compiles with. Prints a line
+of JSON for each script: the list of what was compiled, and the list of faults.
+
+Triton's interpreter has to be off before triton is imported, so this is a process of its own.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_75": GPUTarget("cuda", 75, 32),
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+SHARED_LIMIT = 64 * 1024  # bytes: every one of them has as much
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+# Beside what the sections launch: no bias, and a row for which a wrapper takes more warps.
+LONG = torch.empty(2, 16384)
+ALSO = {
+    "fused_linear_gelu": (torch.empty(20, 12), torch.empty(16, 12), None),
+    "row_mean_var": (LONG,),
+    "triton_layernorm": (LONG, None, None),
+}
+
+
+def launches_of(path):
+    """The kernels of a script by name, and the launches that its sections and wrappers make.
+
+    A launch is the kernel, its arguments by name, and Triton's options (num_warps).
+    """
+    path = Path(path).resolve()
+    launches = []
+
+    def record(kernel, *args, grid, warmup, **options):
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        arguments |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+        launches.append((kernel, arguments, options))
+
+    names = {"__name__": path.stem, "__file__": str(path)}
+    run, is_available = JITFunction.run, torch.cuda.is_available
+    JITFunction.run = record
+    torch.cuda.is_available = lambda: True  # so that the script leaves the interpreter off
+    try:
+        exec(compile(path.read_text(), path, "exec"), names)
+        names["DEVICE"] = "cpu"
+        with contextlib.redirect_stdout(io.StringIO()):
+            for name in list(names):
+                if re.fullmatch(r"section_\w+|worked_examples", name):
+                    names[name]()
+            for name in ALSO.keys() & names.keys():
+                names[name](*ALSO[name])
+    finally:
+        JITFunction.run, torch.cuda.is_available = run, is_available
+    kernels = {name: k for name, k in names.items() if isinstance(k, JITFunction)}
+    return kernels, launches
+
+
+def compile_for(target, kernel, arguments, options):
+    """Compiles one launch; types and constants are those of Triton's own just-in-time compiler."""
+    types, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            types[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            types[parameter.name] = "*fp32"
+        elif isinstance(value, float):
+            types[parameter.name] = "fp32"
+            continue
+        else:
+            types[parameter.name] = "i32" if value < 2**31 else "i64"
+        if isinstance(value, torch.Tensor) or value % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def faults_of(compiled, target):
+    """What a compiled kernel has that no kernel of the book may have."""
+    found = []
+    if target.backend == "cuda":
+        assembly = compiled.asm["ptx"]
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(compiled.asm["cubin"])
+            cubin.flush()
+            usage = subprocess.run(
+                [CUOBJDUMP, "--dump-resource-usage", cubin.name],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+        local = re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage)
+    else:
+        assembly = compiled.asm["amdgcn"]
+        local = re.findall(r"\.private_segment_fixed_size: +(\d+)", assembly)
+    if re.search(r"tf32|xf32", assembly):
+        found.append("computes in TF32")
+    if re.search(r"\.f64|_f64", assembly):
+        found.append("computes in float64")
+    if not local or any(int(size) for size in local):
+        found.append(f"spills to local memory: {local}")
+    if compiled.metadata.shared > SHARED_LIMIT:
+        found.append(f"takes {compiled.metadata.shared} bytes of shared memory")
+    return found
+
+
+def check(path, targets):
+    """Compiles every launch of a script for the targets.
+
+    Returns what was compiled and what was wrong with it, both as lists of text.
+    """
+    kernels, launches = launches_of(path)
+    compiled, faults = [], []
+    for name in kernels.keys() - {kernel.__name__ for kernel, *_ in launches}:
+        faults.append(f"{name}: no section and no wrapper launches it")
+    done = set()
+    for kernel, arguments, options in launches:
+        for name in targets:
+            shown = [f"{k}={v}" for k, v in (arguments | options).items() if not torch.is_tensor(v)]
+            label = f"{kernel.__name__} ({', '.join(shown)}) for {name}"
+            if label in done:
+                continue
+            done.add(label)
+            try:
+                result = compile_for(TARGETS[name], kernel, arguments, options)
+            except Exception as error:
+                faults.append(f"{label}: does not compile: {error}")
+                continue
+            compiled.append(label)
+            faults += [f"{label}: {fault}" for fault in faults_of(result, TARGETS[name])]
+    return compiled, faults
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for line in sys.stdin:
+            print(json.dumps(check(line.rstrip("\n"), sys.argv[1:] or TARGETS)), flush=True)
