@@ -177,6 +177,81 @@ def test_layernorm(triton_layernorm, shape, layout, gamma, beta, eps, seed):
     assert ((out.cpu() - exact).abs() <= tolerance * scale + 2e-6 * exact.abs()).all()
 
 
+buggy = settings(quick, max_examples=60)
+
+
+@buggy
+@given(
+    shape=st.tuples(st.integers(1, 50), st.integers(1, 40), st.integers(1, 50)),
+    layout=layouts,
+    weight_layout=layouts,
+    tail=st.sampled_from([0.0, 3.0, -2.0]),
+    tile=tiles,
+    seed=seeds,
+)
+def test_the_buggy_bias_is_wrong_exactly_as_documented(
+    shape, layout, weight_layout, tail, tile, seed
+):
+    M, K, N = shape
+    x, weight = matrix(M, K, seed, layout), matrix(N, K, seed + 1, weight_layout)
+    buffer = torch.full((max(M, N),), tail, device=DEVICE)
+    buffer[:N] = vector(N, seed + 2)
+    BLOCK_M, BLOCK_N, BLOCK_K = tile
+    out = linear_gelu.fused_linear_gelu(
+        x,
+        weight,
+        buffer[:N],
+        kernel=linear_gelu.fused_linear_gelu_kernel_buggy_bias_axis,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+    )
+    # Row i gets bias[i]; from N on, that is the tail.
+    wrong = x.double() @ weight.double().T + buffer.double()[:M, None]
+    assert_close(out, torch.nn.functional.gelu(wrong), 2e-6 + 4e-7 * K)
+
+
+def test_the_buggy_bias_without_a_bias_is_right():
+    x, weight = matrix(20, 12, 0), matrix(16, 12, 1)
+    kernel = linear_gelu.fused_linear_gelu_kernel_buggy_bias_axis
+    out = linear_gelu.fused_linear_gelu(x, weight, None, kernel=kernel)
+    assert_close(out, exact_linear_gelu(x, weight, None), 1e-5)
+
+
+def wrong_eps_03(x, gamma, beta, eps):
+    kernel = layernorm.layernorm_forward_kernel_wrong_eps
+    return layernorm.triton_layernorm(x, gamma, beta, eps, kernel)
+
+
+def wrong_eps_04(x, gamma, beta, eps):
+    kernel = complete.layernorm_forward_kernel_wrong_eps
+    return complete._run_layernorm(x, gamma, beta, eps, kernel)
+
+
+@pytest.mark.parametrize("wrong_eps", [wrong_eps_03, wrong_eps_04], ids=["03", "04"])
+@buggy
+@given(
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 300)),
+    layout=layouts,
+    parameters=st.booleans(),
+    eps=st.sampled_from([1e-2, 0.5, 3.0]),
+    seed=seeds,
+)
+def test_the_wrong_eps_is_wrong_exactly_as_documented(
+    wrong_eps, shape, layout, parameters, eps, seed
+):
+    x = matrix(*shape, seed, layout, shift=3.0)
+    gamma = vector(shape[1], seed + 1) if parameters else None
+    beta = vector(shape[1], seed + 2) if parameters else None
+    out = wrong_eps(x, gamma, beta, eps)
+    exact = x.double().cpu()
+    deviation = exact.var(dim=-1, correction=0, keepdim=True).sqrt()
+    wrong = (exact - exact.mean(dim=-1, keepdim=True)) / (deviation + eps)
+    if parameters:
+        wrong = wrong * gamma.double().cpu() + beta.double().cpu()
+    assert_close(out, wrong, 1e-4)
+
+
 @pytest.mark.parametrize("N", [1000, 5000, 20000])
 def test_long_rows(N):
     x, gamma, beta = matrix(3, N, 0, shift=3.0), vector(N, 1), vector(N, 2)

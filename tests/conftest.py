@@ -1,0 +1,5 @@
+import watched
+from scripts import INTERPRET
+
+if INTERPRET:
+    watched.watch()
