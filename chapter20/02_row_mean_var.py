@@ -89,7 +89,8 @@ def row_mean_var(x, BLOCK_N=None):
 
     mean = torch.empty(M, device=x.device, dtype=x.dtype)
     var = torch.empty_like(mean)
-    num_warps = min(max(BLOCK_N // 512, 1), 16)  # up to 16 elements of the row a thread
+    max_warps = 16 if torch.version.hip else 32  # 1024 threads a program; AMD has 64 in a warp
+    num_warps = min(max(BLOCK_N // 512, 1), max_warps)  # long rows need more threads
     with torch.cuda.device_of(x):  # Triton launches on the current GPU; on the CPU, no effect
         row_mean_var_kernel[(M,)](
             x, mean, var, M, N, x.stride(0), BLOCK_N=BLOCK_N, num_warps=num_warps

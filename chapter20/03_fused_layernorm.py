@@ -127,7 +127,8 @@ def triton_layernorm(x, gamma, beta, eps=1e-5, kernel=layernorm_forward_kernel):
     beta = beta if beta is None else beta.contiguous()
 
     out = torch.empty((M, N), device=x.device, dtype=x.dtype)
-    num_warps = min(max(BLOCK_N // 512, 1), 16)  # up to 16 elements of the row a thread
+    max_warps = 16 if torch.version.hip else 32  # 1024 threads a program; AMD has 64 in a warp
+    num_warps = min(max(BLOCK_N // 512, 1), max_warps)  # long rows need more threads
     with torch.cuda.device_of(x):  # Triton launches on the current GPU; on the CPU, no effect
         kernel[(M,)](
             x, gamma, beta, out, M, N, x.stride(0), eps, BLOCK_N=BLOCK_N, num_warps=num_warps

@@ -47,8 +47,9 @@ ALSO = {
 }
 
 
-def launches_of(path):
-    """The kernels of a script by name, and the launches that its sections and wrappers make.
+def launches_of(path, backend):
+    """The kernels of a script by name, and the launches that its sections and wrappers make where
+    torch is built for the backend, "cuda" or "hip".
 
     A launch is the kernel, its arguments by name, and Triton's options (num_warps).
     """
@@ -61,9 +62,10 @@ def launches_of(path):
         launches.append((kernel, arguments, options))
 
     names = {"__name__": path.stem, "__file__": str(path)}
-    run, is_available = JITFunction.run, torch.cuda.is_available
+    real = JITFunction.run, torch.cuda.is_available, torch.version.hip
     JITFunction.run = record
     torch.cuda.is_available = lambda: True  # so that the script leaves the interpreter off
+    torch.version.hip = "7.0" if backend == "hip" else None
     try:
         exec(compile(path.read_text(), path, "exec"), names)
         names["DEVICE"] = "cpu"
@@ -74,7 +76,7 @@ def launches_of(path):
             for name in ALSO.keys() & names.keys():
                 names[name](*ALSO[name])
     finally:
-        JITFunction.run, torch.cuda.is_available = run, is_available
+        JITFunction.run, torch.cuda.is_available, torch.version.hip = real
     kernels = {name: k for name, k in names.items() if isinstance(k, JITFunction)}
     return kernels, launches
 
@@ -126,6 +128,9 @@ def faults_of(compiled, target):
         found.append(f"spills to local memory: {local}")
     if compiled.metadata.shared > SHARED_LIMIT:
         found.append(f"takes {compiled.metadata.shared} bytes of shared memory")
+    threads = compiled.metadata.num_warps * target.warp_size
+    if threads > 1024:
+        found.append(f"has {threads} threads a program")
     return found
 
 
@@ -134,25 +139,26 @@ def check(path, targets):
 
     Returns what was compiled and what was wrong with it, both as lists of text.
     """
-    kernels, launches = launches_of(path)
     compiled, faults = [], []
-    for name in kernels.keys() - {kernel.__name__ for kernel, *_ in launches}:
-        faults.append(f"{name}: no section and no wrapper launches it")
-    done = set()
-    for kernel, arguments, options in launches:
-        for name in targets:
+    for name in targets:
+        target = TARGETS[name]
+        kernels, launches = launches_of(path, target.backend)
+        for kernel in kernels.keys() - {kernel.__name__ for kernel, *_ in launches}:
+            faults.append(f"{kernel} for {name}: no section and no wrapper launches it")
+        done = set()
+        for kernel, arguments, options in launches:
             shown = [f"{k}={v}" for k, v in (arguments | options).items() if not torch.is_tensor(v)]
             label = f"{kernel.__name__} ({', '.join(shown)}) for {name}"
             if label in done:
                 continue
             done.add(label)
             try:
-                result = compile_for(TARGETS[name], kernel, arguments, options)
+                result = compile_for(target, kernel, arguments, options)
             except Exception as error:
                 faults.append(f"{label}: does not compile: {error}")
                 continue
             compiled.append(label)
-            faults += [f"{label}: {fault}" for fault in faults_of(result, TARGETS[name])]
+            faults += [f"{label}: {fault}" for fault in faults_of(result, target)]
     return compiled, faults
 
 

@@ -39,11 +39,6 @@ def test_every_kernel_compiles_without_faults(results, script, target):
     assert [fault for fault in faults if f" for {target}: " in fault] == []
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
-def test_every_kernel_is_launched(results, script):
-    assert [fault for fault in results[script][1] if "launches it" in fault] == []
-
-
 LINEAR = "chapter20/01_fused_linear_gelu.py"
 LAYERNORM = "chapter20/03_fused_layernorm.py"
 TILE = "BLOCK_M=16, BLOCK_N=16, BLOCK_K=16"
@@ -56,7 +51,8 @@ FAULTS = [
     ("does not compile", "sm_90", LINEAR, CHAPTERS_TILE),
     ("computes in float64", "sm_120", LAYERNORM, FLOAT64),
     ("computes in float64", "gfx942", LAYERNORM, FLOAT64),
-    ("spills to local memory", "sm_90", LAYERNORM, {"min(max(BLOCK_N // 512, 1), 16)": "1"}),
+    ("spills to local memory", "sm_90", LAYERNORM, {"min(max(BLOCK_N // 512, 1), max_warps)": "1"}),
+    ("2048 threads", "gfx942", LAYERNORM, {"16 if torch.version.hip else 32": "32"}),
     ("bytes of shared memory", "sm_90", LINEAR, {TILE: "BLOCK_M=16, BLOCK_N=32, BLOCK_K=256"}),
     (
         "no wrapper launches it",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scripts import DEVICE, INTERPRET, complete, layernorm, linear_gelu, row_mean_var
 
 # Examples are compiled on a GPU and interpreted elsewhere: either may take long, none may be flaky.
-quick = settings(max_examples=150, deadline=None, derandomize=True)
+quick = settings(max_examples=150 if INTERPRET else 40, deadline=None, derandomize=True)
 
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
@@ -177,7 +177,7 @@ def test_layernorm(triton_layernorm, shape, layout, gamma, beta, eps, seed):
     assert ((out.cpu() - exact).abs() <= tolerance * scale + 2e-6 * exact.abs()).all()
 
 
-buggy = settings(quick, max_examples=60)
+buggy = settings(quick, max_examples=60 if INTERPRET else 20)
 
 
 @buggy

@@ -8,6 +8,7 @@ import contextlib
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 # What the chapter has read past the end of its tensor on purpose: up to the end of its buffer.
 READS_PAST_THE_END = {
@@ -107,10 +108,12 @@ def watch():
 
     def call(self, *args, **kwargs):
         nonlocal launch
-        launch = Launch(self.fn.__name__, dict(zip(self.arg_names, args, strict=False)) | kwargs)
-        for launches in _recorders:
-            launches.append(launch)
-        run(self, *args, **kwargs)
+        with _disable_current_modes():  # what the interpreter does is not the wrapper's doing
+            arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+            launch = Launch(self.fn.__name__, arguments)
+            for launches in _recorders:
+                launches.append(launch)
+            run(self, *args, **kwargs)
 
     builder.create_masked_load, builder.create_masked_store = load, store
     executor.__call__ = call
