@@ -77,12 +77,18 @@ BOOK_PROCESSOR = {
 }
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the book's figures are an x86-64's")
-@pytest.mark.skipif(
+on_x86_64 = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the book's figures are an x86-64's"
+)
+can_interpret = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
     reason="triton before 3.7 cannot interpret a loop with numpy 2.4 and newer",
 )
+
+
+@on_x86_64
+@can_interpret
 @every_script
 def test_interpreted_figures_are_the_books_to_the_last_digit(name):
     printed = subprocess.run(
