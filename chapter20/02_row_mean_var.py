@@ -14,7 +14,10 @@ import argparse
 import os
 import sys
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit("This Python has no torch. ./run_all.sh makes .venv, and .venv/bin/python has it.")
 
 # Triton reads TRITON_INTERPRET once, as it is imported: without a GPU, switch its interpreter on.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

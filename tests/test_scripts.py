@@ -52,6 +52,16 @@ def test_without_a_gpu_the_interpreter_runs_whatever_triton_interpret_said(tmp_p
     assert (result.returncode, result.stdout) == (0, expected_file(SCRIPTS[0]).read_bytes())
 
 
+@every_script
+def test_a_python_without_torch_is_told_what_to_run(script):
+    # -S leaves site-packages out, and torch with them.
+    result = subprocess.run([sys.executable, "-S", "-E", script], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.fullmatch(
+        r"This Python has no torch\. \./run_all\.sh makes \.venv.*\n", result.stderr
+    )
+
+
 def device_lines(script):
     source = script.read_text()
     return source[source.index("# Triton reads") : source.index("import triton\n")]
