@@ -67,7 +67,7 @@ def fused_linear_gelu_kernel(
             mask=(ks[:, None] < K) & (cols[None, :] < N),
             other=0.0,
         )
-        # "ieee": by default an NVIDIA GPU rounds float32 operands to TF32's 10 bits of mantissa.
+        # "ieee": by default an NVIDIA GPU takes TF32, with 10 bits of mantissa, for float32.
         acc += tl.dot(a, b, input_precision="ieee")
 
     # The epilogue: acc is still in registers, and nothing has been stored yet.
@@ -119,7 +119,7 @@ def fused_linear_gelu_kernel_buggy_bias_axis(
             mask=(ks[:, None] < K) & (cols[None, :] < N),
             other=0.0,
         )
-        # "ieee": by default an NVIDIA GPU rounds float32 operands to TF32's 10 bits of mantissa.
+        # "ieee": by default an NVIDIA GPU takes TF32, with 10 bits of mantissa, for float32.
         acc += tl.dot(a, b, input_precision="ieee")
 
     # The epilogue: acc is still in registers, and nothing has been stored yet.
