@@ -9,8 +9,8 @@ Usage: ./run_all.sh [-j N] [--timeout SECONDS] [--list] [SCRIPT ...]
 Runs every chapter*/NN_*.py and compares its stdout, byte for byte, with the book's Expected Output
 in expected_outputs/chapter*/NN_*.txt.
 
-SCRIPT is a chapter (chapter20), a number or the start of a name (03), or a path; without one, all
-scripts run.
+SCRIPT is a chapter (chapter20), a number or the start of a name (03, chapter20/03), or a path;
+without one, all scripts run.
 
   -j N               run N scripts at a time (default: as many as there are processors)
   --timeout SECONDS  the longest that one script may take (default: 300)
@@ -25,45 +25,53 @@ Exit status: 0 all passed, 1 some failed, 2 wrong usage or no set-up, 130 interr
 END
 }
 
-root=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
+# Here and below: bash may lose a Ctrl-C that it gets while it waits for $(...), not so with read.
+IFS= read -r root < <(readlink -f -- "${BASH_SOURCE[0]}")
+root=${root%/*}
+
+# The same scripts do the same everywhere: no assert dropped, no exit status swallowed, no warning
+# made an error, and the bytes of stdout do not depend on the locale.
+unset PYTHONOPTIMIZE PYTHONINSPECT PYTHONWARNINGS
+export PYTHONIOENCODING=utf-8
 
 say() {
-    printf '%s\n' "$1" || exit 2 # a full disk must not look like success
+    printf '%s\n' "$1" 2>&3 || exit 2 # a full disk must not look like success
 }
 
 die() {
-    printf '%s: %s\n' "${0##*/}" "$1" >&2
+    printf '%s: %s\n' "${0##*/}" "$*" >&2
     exit 2
 }
 
 # --- The interpreter ---
 
-# Which of torch, triton and numpy the interpreter $1 lacks; "Python" where it does not run at all.
-# They are looked for, not imported: importing torch takes longer than everything else here.
+# Whether the interpreter $1 cannot run the scripts; sets why ("lacks torch, triton").
+# The packages are looked for, not imported: importing torch takes longer than everything else here.
 # What lies in the working directory does not count: a script does not see it either.
-lacking() {
-    "$1" -c '
+unfit() {
+    IFS= read -r why < <("$1" -c '
 import sys
 from importlib.util import find_spec
 sys.path[:] = filter(None, sys.path)
 specs = {name: find_spec(name) for name in ("torch", "triton", "numpy")}
-print(*[name for name, spec in specs.items() if not spec or not spec.origin])
-' 2>/dev/null || echo Python
+lacks = [name for name, spec in specs.items() if not spec or not spec.origin]
+print("lacks " + ", ".join(lacks) if lacks else "")
+' 2>/dev/null || echo "does not run as Python 3")
+    [[ -n $why ]]
 }
 
 # Sets python to the interpreter that runs the scripts; sets .venv up where there is none.
 find_python() {
-    local venv=$root/.venv lacks candidate
+    local venv=$root/.venv why candidate
     if [[ -n $PYTHON ]]; then
-        lacks=$(lacking "$PYTHON")
-        [[ -z $lacks ]] || die "PYTHON=$PYTHON lacks ${lacks// /, }"
+        ! unfit "$PYTHON" || die "PYTHON=$PYTHON $why"
         python=$PYTHON
         return
     fi
     for candidate in "$venv/bin/python" python3; do
         # An interrupted set-up leaves .venv.incomplete, and perhaps half of a package in .venv.
         [[ $candidate == "$venv"/* && -s $venv.incomplete ]] && continue
-        if [[ -z $(lacking "$candidate") ]]; then
+        if ! unfit "$candidate"; then
             python=$candidate
             return
         fi
@@ -73,41 +81,57 @@ find_python() {
 }
 
 make_venv() {
-    local venv=$root/.venv
+    local venv=$root/.venv why
     command -v python3 >/dev/null || die "there is no python3: install Python 3.10 or newer"
-    python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        die "$(python3 --version) is too old: set PYTHON to Python 3.10 or newer with torch and triton"
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+        die "python3 is not Python 3.10 or newer, but $(python3 --version 2>&1 | head -n 1):" \
+            "set PYTHON to one that has torch, triton and numpy"
     python3 -c 'import ensurepip, venv' 2>/dev/null ||
         die "python3 has no venv module (on Debian and Ubuntu: apt install python3-venv)"
     [[ -w $root ]] || die "$root is not writable, so no .venv can be made there: set PYTHON"
     # One set-up at a time. Python takes the lock, and this shell's file descriptor keeps it.
     exec 9>>"$venv.incomplete"
-    python3 -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+    python3 -c '
+import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("Waiting for another run, which is setting .venv up.", file=sys.stderr)
+    fcntl.flock(9, fcntl.LOCK_EX)
+'
     if [[ -s $venv.incomplete ]]; then
         rm -rf -- "$venv"
-    elif [[ -z $(lacking "$venv/bin/python") ]]; then
+    elif ! unfit "$venv/bin/python"; then
         exec 9>&- # another run has made it in the meantime
         return
     fi
     echo "setting .venv up" >&9
-    printf '%s\n' "No torch, triton and numpy found: installing requirements.txt into .venv (once)." >&2
+    echo "No torch, triton and numpy found: installing requirements.txt into .venv (once)." >&2
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || python3 -m venv "$venv" >&2 ||
         die "python3 -m venv failed: see above"
     "$venv/bin/python" -m pip install --disable-pip-version-check --retries 2 \
         -r "$root/requirements.txt" >&2 ||
-        die "could not install requirements.txt into .venv: is there a network, and room on the disk?"
+        die "could not install requirements.txt into .venv: is there a network, and room for it?"
+    ! unfit "$venv/bin/python" || die ".venv $why, although requirements.txt is installed"
     rm -f -- "$venv.incomplete"
     exec 9>&-
 }
 
-# Prints the versions and the device that the scripts use. torch is slow to import and is asked only
-# where there is a GPU's driver: without one, torch sees no GPU.
+# Prints the versions and the device that the scripts use, or what could not be found out. torch is
+# slow to import and is asked only where there is a GPU's driver: without one, torch sees no GPU.
 describe() {
-    "$python" -c '
+    timeout --foreground --signal=KILL "$limit" "$python" -c '
 import ctypes, os, platform, sys
 from importlib.metadata import version
 
 sys.path[:] = filter(None, sys.path)
+
+
+def versioned(name):
+    try:
+        return f"{name} {version(name)}"
+    except Exception:
+        return f"{name} of unknown version"
 
 
 def gpu():
@@ -123,10 +147,13 @@ def gpu():
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-versions = [f"{name} {version(name)}" for name in ("torch", "triton", "numpy")]
-device = gpu() or "no GPU in use: Triton interpreter on the CPU"
+try:
+    device = gpu() or "no GPU in use: Triton interpreter on the CPU"
+except Exception as error:
+    device = f"unknown device: {error!r}"
+versions = map(versioned, ("torch", "triton", "numpy"))
 print(f"Python {platform.python_version()}", *versions, device, sep=", ")
-' 2>&1 | tail -n 1
+' || echo "unknown versions and device: exit status $?"
 }
 
 # --- The scripts ---
@@ -145,32 +172,33 @@ find_names() {
             name=${file#"$root"/}
             name=${name#expected_outputs/}
             printf '%s\0' "${name%.*}"
-        done | sort -zu
+        done | LC_ALL=C sort -zu
     )
     shopt -u nullglob
 }
 
-# Whether the argument $2, whose absolute path is $3, chooses the name $1.
+# Whether the argument $2 chooses the name $1.
 chooses() {
-    local base=${1##*/}.py chapter=${1%/*}
-    case $3 in
-    "$root/$chapter" | "$root/$1.py" | "$root/expected_outputs/$1.txt") return 0 ;;
-    esac
+    local base=${1##*/}.py chapter=${1%/*} file
+    for file in "$chapter" "$1.py" "expected_outputs/$1.txt"; do
+        [[ ! $2 -ef $root/$file ]] || return 0
+    done
     case $2 in
-    "$chapter" | "$chapter/" | "$1" | "$1.py") return 0 ;;
+    '') return 1 ;;
+    "$chapter") return 0 ;;
+    */*) [[ $1.py == "$2"* ]] ;;
     [0-9]) [[ $base == "0$2_"* ]] ;;
-    *) [[ -n $2 && $base == "$2"* ]] ;;
+    *) [[ $base == "$2"* ]] ;;
     esac
 }
 
 # Keeps those of names that the arguments choose.
 choose() {
-    local argument path i found chosen=()
+    local argument i found chosen=()
     for argument; do
         found=
-        path=$(readlink -m -- "$argument")
         for i in "${!names[@]}"; do
-            if chooses "${names[i]}" "$argument" "$path"; then
+            if chooses "${names[i]}" "$argument"; then
                 found=1
                 chosen[i]=${names[i]}
             fi
@@ -180,19 +208,77 @@ choose() {
     names=("${chosen[@]}")
 }
 
+# Sets problem to what is wrong with the files of names[$1] before it is run, if anything.
+check_files() {
+    local expected=expected_outputs/${names[$1]}.txt script=${names[$1]}.py
+    problem=
+    if [[ ! -e $root/$script ]]; then
+        problem="$expected has no script: there is no $script"
+    elif [[ ! -f $root/$expected ]]; then
+        problem="there is no expected file $expected"
+    elif [[ ! -r $root/$expected ]]; then
+        problem="the expected file $expected cannot be read"
+    elif [[ ! -s $root/$expected ]]; then
+        problem="the expected file $expected is empty"
+    fi
+}
+
 milliseconds() {
     date +%s%3N
 }
 
+# The first 40 lines of standard input, so that a wild script floods no terminal; control characters
+# are made visible, so that a carriage return or an escape sequence is seen and does nothing.
+excerpt() {
+    local lines
+    mapfile -t -n 41 lines < <(cut -b 1-300 | cat -v)
+    printf '%s\n' "${lines[@]:0:40}"
+    ((${#lines[@]} <= 40)) || echo "..."
+}
+
+# The difference between the expected file $1 and the output $2 of the script $3. Of an endless
+# output the beginning is enough; diff would take gigabytes of memory for it.
+difference() {
+    local size label=$3 most=1000000
+    size=$(stat -c %s -- "$2")
+    ((size <= most)) || label+=" (the first $most of $size bytes)"
+    head -c "$most" -- "$2" | diff --text --unified --label "$1" --label "$label" "$root/$1" - 2>&1
+}
+
+# Runs names[$1]. Prints the milliseconds that it took, a line with what is wrong, which is empty
+# where nothing is, and the details.
+judge() {
+    local script=${names[$1]}.py expected=expected_outputs/${names[$1]}.txt
+    local out=$tmp/$1.out err=$tmp/$1.err begin took status signal problem=''
+    begin=$(milliseconds)
+    timeout --foreground --signal=KILL "$limit" "$python" "$root/$script" >"$out" 2>"$err"
+    status=$?
+    took=$(($(milliseconds) - begin))
+    if ((took >= limit * 1000)) && [[ $status == 124 || $status == 137 ]]; then
+        problem="timed out after $limit s"
+    elif ((status > 128)) && signal=$(kill -l "$((status - 128))"); then
+        problem="was killed by SIG$signal (exit status $status)"
+    elif ((status != 0)); then
+        problem="exit status $status"
+    elif ! cmp --silent -- "$root/$expected" "$out"; then
+        problem="stdout is not the expected output"
+    fi
+    printf '%s\n' "$took" "$problem"
+    if ((status == 0)); then
+        [[ -z $problem ]] || difference "$expected" "$out" "$script" | excerpt
+    elif [[ -s $err ]]; then
+        echo "The end of its stderr:"
+        tail -c 10000 "$err" | tail -n 20 | excerpt
+    fi
+}
+
 # Starts names[$1] in a process group of its own, so that it can be ended with all its children.
 start() {
-    local files=$tmp/$1 script=$root/${names[$1]}.py
     set -m
     {
-        begin=$(milliseconds)
-        timeout --foreground --kill-after=5 "$limit" "$python" "$script" >"$files.out" 2>"$files.err"
-        echo "$? $(($(milliseconds) - begin))" >"$files.end"
-    } </dev/null >/dev/null 2>&1 &
+        trap '' TTIN TTOU # a script that reaches for the terminal is stopped, its judge is not
+        judge "$1"
+    } </dev/null >"$tmp/$1.verdict" 2>/dev/null 3>&- &
     set +m
     running[$1]=$!
 }
@@ -204,59 +290,31 @@ end() {
 }
 
 cleanup() {
-    local i
-    for i in "${!running[@]}"; do
-        end "$i"
+    local group
+    # A job that was started this very moment is not yet in running.
+    for group in "${running[@]}" $(jobs -p); do
+        kill -KILL -- "-$group" 2>/dev/null
     done
-    [[ -z $describing ]] || kill -KILL -- "-$describing" 2>/dev/null
-    rm -rf -- "$tmp"
+    rm -rf -- "$tmp" || rm -rf -- "$tmp" # what is being killed may have made one more file
 }
 
-# What is wrong with the expected file or the script of names[$1] before it is run, if anything.
-missing() {
-    local expected=expected_outputs/${names[$1]}.txt script=${names[$1]}.py
-    if [[ ! -e $root/$script ]]; then
-        echo "$expected has no script: there is no $script"
-    elif [[ ! -f $root/$expected ]]; then
-        echo "there is no expected file $expected"
-    elif [[ ! -r $root/$expected ]]; then
-        echo "the expected file $expected cannot be read"
-    elif [[ ! -s $root/$expected ]]; then
-        echo "the expected file $expected is empty"
-    fi
-}
-
-# The first 40 lines of standard input, so that a wild script floods no terminal; control characters
-# are made visible, so that a carriage return or an escape sequence is seen and does nothing.
-excerpt() {
-    head -n 40 | cut -b 1-300 | cat -v
+# Ends this run because of a signal, with exit status $1. Another Ctrl-C does not cut that short.
+interrupted() {
+    trap '' EXIT HUP INT PIPE QUIT TERM
+    cleanup
+    exit "$1"
 }
 
 # Prints the verdict on names[$1], and counts it.
 report() {
-    local files=$tmp/$1 script=${names[$1]}.py expected=expected_outputs/${names[$1]}.txt
-    local status='' took=0 signal problem details=''
-    problem=$(missing "$1")
+    local script=${names[$1]}.py lines=() took problem details
+    check_files "$1"
     if [[ -z $problem ]]; then
-        read -r status took 2>/dev/null <"$files.end"
-        if [[ -z $status ]]; then
-            problem="was ended from outside"
-        elif ((took >= limit * 1000)) && [[ $status == 124 || $status == 137 ]]; then
-            problem="timed out after $limit s"
-        elif ((status > 128)) && signal=$(kill -l "$((status - 128))" 2>/dev/null); then
-            problem="was killed by SIG$signal (exit status $status)"
-        elif ((status != 0)); then
-            problem="exit status $status"
-        fi
-        if [[ -n $problem ]]; then
-            details=$(tail -n 20 "$files.err" | excerpt)
-            [[ -z $details ]] || details="The end of its stderr:"$'\n'$details
-        elif ! diff --text --unified --label "$expected" --label "$script" \
-            "$root/$expected" "$files.out" >"$files.diff" 2>&1; then
-            problem="stdout is not the expected output"
-            details=$(excerpt <"$files.diff")
-        fi
+        mapfile -t lines <"$tmp/$1.verdict"
+        # Without a verdict its judge, too, was killed; or the disk is full.
+        problem=${lines[1]-was killed with its process group, or there is no room in "${tmp%/*}"}
     fi
+    took=${lines[0]:-0}
     printf -v took '%d.%d s' "$((took / 1000))" "$((took % 1000 / 100))"
     if [[ -z $problem ]]; then
         passed=$((passed + 1))
@@ -264,17 +322,30 @@ report() {
     else
         failed=$((failed + 1))
         say "${red}FAIL${plain}  $script  $took: $problem"
-        [[ -z $details ]] || say "$details"
+        printf -v details '%s\n' "${lines[@]:2}"
+        ((${#lines[@]} <= 2)) || say "${details%$'\n'}"
     fi
 }
 
 main() {
-    local arguments=() jobs='' list='' i shown=0 next=0
+    local arguments=() jobs list='' lines header i problem describing='' shown=0 next=0
     local green='' red='' plain='' passed=0 failed=0
+    running=() tmp=''
+    trap cleanup EXIT
+    trap 'interrupted 129' HUP
+    trap 'interrupted 130' INT
+    trap 'interrupted 131' QUIT
+    trap 'interrupted 141' PIPE
+    trap 'interrupted 143' TERM
+    exec 3>&2 # for say
     limit=300
+    read -r jobs < <(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # they are for torch
     while (($# > 0)); do
         case $1 in
-        -h | --help) usage && exit ;;
+        -h | --help)
+            say "$(usage)"
+            exit 0
+            ;;
         --list) list=1 ;;
         -j | --timeout)
             (($# > 1)) || die "$1 needs a number"
@@ -289,7 +360,6 @@ main() {
         esac
         shift
     done
-    jobs=${jobs:-$(nproc)}
     [[ $jobs =~ ^[1-9][0-9]{0,5}$ ]] || die "-j needs a number of 1 or more, got '$jobs'"
     [[ $limit =~ ^[1-9][0-9]{0,5}$ ]] || die "--timeout needs 1 or more whole seconds, got '$limit'"
 
@@ -308,16 +378,15 @@ main() {
     if [[ -t 1 && -z $NO_COLOR && $TERM != dumb ]]; then
         green=$'\e[32m' red=$'\e[31m' plain=$'\e[0m'
     fi
-    running=() describing=
-    tmp=$(mktemp -d) || die "no temporary directory can be made in ${TMPDIR:-/tmp}"
-    trap cleanup EXIT
-    trap 'exit 129' HUP
-    trap 'exit 130' INT
-    trap 'exit 141' PIPE
-    trap 'exit 143' TERM
-
+    tmp=${TMPDIR:-/tmp}/run_all.$$.$RANDOM
+    if ! mkdir -m 700 -- "$tmp"; then
+        tmp=
+        die "no temporary directory can be made in ${TMPDIR:-/tmp}"
+    fi
+    # bash reports on stderr which of its jobs a signal ended; report does so better.
+    exec 2>/dev/null
     set -m
-    describe >"$tmp/versions" </dev/null &
+    describe >"$tmp/versions" </dev/null 3>&- &
     describing=$!
     set +m
     while ((shown < ${#names[@]})); do
@@ -325,14 +394,18 @@ main() {
             kill -0 "${running[i]}" 2>/dev/null || end "$i"
         done
         while ((next < ${#names[@]} && ${#running[@]} < jobs)); do
-            [[ -n $(missing "$next") ]] || start "$next"
+            check_files "$next"
+            [[ -n $problem ]] || start "$next"
             next=$((next + 1))
         done
         if ((shown < next)) && [[ -z ${running[shown]} ]]; then
             if [[ -n $describing ]]; then
                 wait "$describing"
                 describing=
-                say "$(<"$tmp/versions")"
+                # Importing torch may have printed lines of its own before.
+                mapfile -t lines <"$tmp/versions"
+                header=${lines[*]: -1}
+                say "${header:-unknown versions and device}"
             fi
             report "$shown"
             shown=$((shown + 1))

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests: ./run_tests.sh [pytest's arguments ...]
+# With --mutants, tests/test_mutants.py tries every mutant, which takes ten minutes more.
 # The interpreter is run_all.sh's; what it lacks of requirements-dev.txt is installed into
 # .test-packages, here in the checkout, and nowhere else.
 
@@ -33,5 +34,7 @@ if ((${#lacks[@]} > 0)); then
         --target "$packages" "${lacks[@]}" >&2 ||
         die "could not install ${lacks[*]}: is there a network, and does $python have pip?"
 fi
+# A relative PYTHON would be another one there.
+[[ $python != */* || $python == /* ]] || python=$PWD/$python
 cd "$root" || die "cannot enter $root"
 "$python" -m pytest "$@"
