@@ -362,7 +362,7 @@ def traffic(fig):
     title = f"Fusing saves {before - after} of {before} passes"
     if times:
         ratios = np.divide(times["fused"], times["naive"])
-        small = f"with the chapter's small tile it takes {ratios.min():.2g} to {ratios.max():.2g} x"
+        small = f"with the scripts' small tile it takes {ratios.min():.2g} to {ratios.max():.2g} x"
         title += f"; {small} the time"
     frame(fig, 4, title)
     ax, clock = fig.subplots(1, 2, width_ratios=[5, 3])
@@ -399,7 +399,7 @@ def traffic(fig):
         clock.text(0.5, 0.5, "no GPU here:\ntimes not measured", ha="center", va="center")
         return {"passes": passes, "times": None}
     clock.plot(times["K"], times["naive"], "o-", color=ORANGE, label="naive, matmul by cuBLAS")
-    label = "fused, the chapter's small\ntile of 16 x 16 x 16"
+    label = "fused, the scripts' small\ntile of 16 x 16 x 16"
     clock.plot(times["K"], times["fused"], "^--", color=BLUE, label=label)
     for at, ratio in zip(zip(times["K"], times["fused"], strict=True), ratios, strict=True):
         clock.annotate(f"{ratio:.2g} x", at, (-4, 4), textcoords="offset points", ha="right")

@@ -17,10 +17,10 @@ import sys
 
 try:
     import torch
-except ModuleNotFoundError:
-    sys.exit("This Python has no torch. ./run_all.sh makes .venv, and .venv/bin/python has it.")
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: ./run_all.sh finds a Python that has torch, or installs it into .venv")
 
-# Triton reads TRITON_INTERPRET once, as it is imported: without a GPU, switch its interpreter on.
+# Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 INTERPRET = INTERPRET or not torch.cuda.is_available()
 os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
@@ -49,11 +49,11 @@ def fused_linear_gelu_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    pid_m = tl.program_id(0)
-    pid_n = tl.program_id(1)
     # int64, because an index times a stride passes 2**31 in a large tensor.
-    rows = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    cols = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    pid_m = tl.program_id(0).to(tl.int64)
+    pid_n = tl.program_id(1).to(tl.int64)
+    rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = (k + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -101,11 +101,11 @@ def fused_linear_gelu_kernel_buggy_bias_axis(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    pid_m = tl.program_id(0)
-    pid_n = tl.program_id(1)
     # int64, because an index times a stride passes 2**31 in a large tensor.
-    rows = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    cols = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    pid_m = tl.program_id(0).to(tl.int64)
+    pid_n = tl.program_id(1).to(tl.int64)
+    rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = (k + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -135,18 +135,28 @@ def fused_linear_gelu_kernel_buggy_bias_axis(
 
 
 def check_float32(**tensors):
-    """Check that the tensors that are not None are float32 and on one device, the kernels' own.
+    """Check that the tensors are what the kernels take: float32, dense, and on one device, theirs.
 
-    Raises TypeError or ValueError, naming each tensor's dtype or device.
+    All but x and weight may be None. Raises TypeError or ValueError, naming what each is.
     """
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+    required = ("x", "weight")
+    tensors = {name: t for name, t in tensors.items() if t is not None or name in required}
+    if any(describe(t) != "torch.float32" for t in tensors.values()):
+        found = ", ".join(f"{name} {describe(t)}" for name, t in tensors.items())
         raise TypeError(f"expected float32 tensors, got {found}")
-    devices = {tensor.device for tensor in tensors.values()}
+    devices = {t.device for t in tensors.values()}
     if len(devices) > 1 or devices.pop().type != DEVICE:
-        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         raise ValueError(f"expected tensors on one {DEVICE} device, got {found}")
+
+
+def describe(tensor):
+    """A tensor's dtype, and its layout where its memory does not hold its values one by one."""
+    if not isinstance(tensor, torch.Tensor):
+        return str(type(tensor))
+    if tensor.layout != torch.strided:
+        return f"{tensor.dtype} ({tensor.layout})"
+    return f"{tensor.dtype} (a view that negates)" if tensor.is_neg() else str(tensor.dtype)
 
 
 def fused_linear_gelu(
@@ -158,11 +168,11 @@ def fused_linear_gelu(
     device, of any strides. Returns a new (M, N) float32 tensor; no gradient flows through it.
 
     BLOCK_M, BLOCK_N and BLOCK_K are the sides of a tile: powers of two, at least 16 (tl.dot's
-    minimum on a GPU).
+    minimum for BLOCK_K on NVIDIA GPUs, and for all three before triton 3.3).
 
     Raises TypeError for another dtype; ValueError for another rank, for shapes that do not chain,
-    for tensors on different devices, for tile sides that tl.dot does not take, and for a bias
-    whose memory ends before the buggy kernel stops reading.
+    for tensors on different devices, for other tile sides, for N over 65535 * BLOCK_N, and for a
+    bias whose memory ends before the buggy kernel stops reading.
     """
     check_float32(x=x, weight=weight, bias=bias)
     shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"

@@ -16,10 +16,10 @@ import sys
 
 try:
     import torch
-except ModuleNotFoundError:
-    sys.exit("This Python has no torch. ./run_all.sh makes .venv, and .venv/bin/python has it.")
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: ./run_all.sh finds a Python that has torch, or installs it into .venv")
 
-# Triton reads TRITON_INTERPRET once, as it is imported: without a GPU, switch its interpreter on.
+# Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 INTERPRET = INTERPRET or not torch.cuda.is_available()
 os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
@@ -52,18 +52,28 @@ def row_mean_var_kernel(
 
 
 def check_float32(**tensors):
-    """Check that the tensors that are not None are float32 and on one device, the kernels' own.
+    """Check that the tensors are what the kernels take: float32, dense, and on one device, theirs.
 
-    Raises TypeError or ValueError, naming each tensor's dtype or device.
+    All but x and weight may be None. Raises TypeError or ValueError, naming what each is.
     """
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+    required = ("x", "weight")
+    tensors = {name: t for name, t in tensors.items() if t is not None or name in required}
+    if any(describe(t) != "torch.float32" for t in tensors.values()):
+        found = ", ".join(f"{name} {describe(t)}" for name, t in tensors.items())
         raise TypeError(f"expected float32 tensors, got {found}")
-    devices = {tensor.device for tensor in tensors.values()}
+    devices = {t.device for t in tensors.values()}
     if len(devices) > 1 or devices.pop().type != DEVICE:
-        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         raise ValueError(f"expected tensors on one {DEVICE} device, got {found}")
+
+
+def describe(tensor):
+    """A tensor's dtype, and its layout where its memory does not hold its values one by one."""
+    if not isinstance(tensor, torch.Tensor):
+        return str(type(tensor))
+    if tensor.layout != torch.strided:
+        return f"{tensor.dtype} ({tensor.layout})"
+    return f"{tensor.dtype} (a view that negates)" if tensor.is_neg() else str(tensor.dtype)
 
 
 def row_mean_var(x, BLOCK_N=None):
@@ -71,7 +81,7 @@ def row_mean_var(x, BLOCK_N=None):
 
     x is (M, N) float32, of any strides; x whose columns are not contiguous is copied first.
     BLOCK_N is a power of two from N to 2**20, by default the smallest. Returns (mean, var), two
-    new (M,) float32 tensors; both are NaN where N = 0, as torch's are.
+    new (M,) float32 tensors, both NaN where N = 0, as torch's are; no gradient flows through them.
 
     Raises TypeError for another dtype; ValueError for another rank, for a tensor on another kind
     of device, and for a BLOCK_N that is shorter than the row, too long or no power of two.
@@ -92,7 +102,7 @@ def row_mean_var(x, BLOCK_N=None):
 
     mean = torch.empty(M, device=x.device, dtype=x.dtype)
     var = torch.empty_like(mean)
-    max_warps = 16 if torch.version.hip else 32  # 1024 threads a program; AMD has 64 in a warp
+    max_warps = 16 if torch.version.hip else 32  # 1024 threads; AMD's warps have up to 64
     num_warps = min(max(BLOCK_N // 512, 1), max_warps)  # long rows need more threads
     with torch.cuda.device_of(x):  # Triton launches on the current GPU; on the CPU, no effect
         row_mean_var_kernel[(M,)](

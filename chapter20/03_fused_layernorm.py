@@ -6,7 +6,7 @@
 layernorm_forward_kernel gives each row to one program: Section 20.2's reduction, then the scaling
 by gamma and beta, with the row read once and written once.
 
-layernorm_forward_kernel_wrong_eps is the same kernel with eps outside the square root. On ordinary
+layernorm_forward_kernel_wrong_eps is the same kernel with eps outside the square root. On typical
 rows nobody can tell; on a near-constant row its output is 283 times too large.
 """
 
@@ -16,10 +16,10 @@ import sys
 
 try:
     import torch
-except ModuleNotFoundError:
-    sys.exit("This Python has no torch. ./run_all.sh makes .venv, and .venv/bin/python has it.")
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: ./run_all.sh finds a Python that has torch, or installs it into .venv")
 
-# Triton reads TRITON_INTERPRET once, as it is imported: without a GPU, switch its interpreter on.
+# Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 INTERPRET = INTERPRET or not torch.cuda.is_available()
 os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
@@ -88,26 +88,37 @@ def layernorm_forward_kernel_wrong_eps(
 
 
 def check_float32(**tensors):
-    """Check that the tensors that are not None are float32 and on one device, the kernels' own.
+    """Check that the tensors are what the kernels take: float32, dense, and on one device, theirs.
 
-    Raises TypeError or ValueError, naming each tensor's dtype or device.
+    All but x and weight may be None. Raises TypeError or ValueError, naming what each is.
     """
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+    required = ("x", "weight")
+    tensors = {name: t for name, t in tensors.items() if t is not None or name in required}
+    if any(describe(t) != "torch.float32" for t in tensors.values()):
+        found = ", ".join(f"{name} {describe(t)}" for name, t in tensors.items())
         raise TypeError(f"expected float32 tensors, got {found}")
-    devices = {tensor.device for tensor in tensors.values()}
+    devices = {t.device for t in tensors.values()}
     if len(devices) > 1 or devices.pop().type != DEVICE:
-        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         raise ValueError(f"expected tensors on one {DEVICE} device, got {found}")
+
+
+def describe(tensor):
+    """A tensor's dtype, and its layout where its memory does not hold its values one by one."""
+    if not isinstance(tensor, torch.Tensor):
+        return str(type(tensor))
+    if tensor.layout != torch.strided:
+        return f"{tensor.dtype} ({tensor.layout})"
+    return f"{tensor.dtype} (a view that negates)" if tensor.is_neg() else str(tensor.dtype)
 
 
 def triton_layernorm(x, gamma, beta, eps=1e-5, kernel=layernorm_forward_kernel):
     """LayerNorm over the last dimension, in one kernel launch (Section 20.3).
 
     x is (M, N), gamma and beta (N,) or None; all float32, on one device, of any strides; x whose
-    columns are not contiguous is copied first. N is at most 2**20. Returns a new (M, N) float32
-    tensor; no gradient flows through it.
+    columns are not contiguous is copied first. N is at most 2**20; a row of more than 32768 no
+    longer fits the registers, and is slower. Returns a new (M, N) float32 tensor; no gradient flows
+    through it.
 
     Raises TypeError for another dtype; ValueError for another rank, for shapes that do not match
     and for tensors on different devices.
@@ -130,11 +141,11 @@ def triton_layernorm(x, gamma, beta, eps=1e-5, kernel=layernorm_forward_kernel):
     beta = beta if beta is None else beta.contiguous()
 
     out = torch.empty((M, N), device=x.device, dtype=x.dtype)
-    max_warps = 16 if torch.version.hip else 32  # 1024 threads a program; AMD has 64 in a warp
+    max_warps = 16 if torch.version.hip else 32  # 1024 threads; AMD's warps have up to 64
     num_warps = min(max(BLOCK_N // 512, 1), max_warps)  # long rows need more threads
     with torch.cuda.device_of(x):  # Triton launches on the current GPU; on the CPU, no effect
         kernel[(M,)](
-            x, gamma, beta, out, M, N, x.stride(0), eps, BLOCK_N=BLOCK_N, num_warps=num_warps
+            x, gamma, beta, out, M, N, x.stride(0), float(eps), BLOCK_N=BLOCK_N, num_warps=num_warps
         )
     return out
 

@@ -38,8 +38,8 @@ TARGETS = {
 }
 SHARED_LIMIT = 64 * 1024  # bytes: every one of them has as much
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-# Beside what the sections launch: no bias, and a row for which a wrapper takes more warps.
-LONG = torch.empty(2, 16384)
+# Beside what the sections launch: no bias, and the longest row that the registers hold.
+LONG = torch.empty(2, 32768)
 ALSO = {
     "fused_linear_gelu": (torch.empty(20, 12), torch.empty(16, 12), None),
     "row_mean_var": (LONG,),

@@ -19,7 +19,9 @@ def commands(text):
     """What a reader would type: fenced bash blocks, and code in a sentence that runs a script."""
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
-    inline = re.findall(r"`((?:TRITON_INTERPRET=1 )?(?:\./run_|python (?:-c|chapter)).*?)`", text)
+    inline = re.findall(
+        r"`((?:TRITON_INTERPRET=1 )?(?:\./run_|python (?:-c|chapter|beyond)).*?)`", text
+    )
     return list(dict.fromkeys(line for line in lines + inline if line))
 
 
@@ -52,6 +54,7 @@ def test_command_works(command, tmp_path):
 
 def test_the_readme_has_the_two_commands():
     assert commands(README)[:2] == ["./run_all.sh", "./run_tests.sh"]
+    assert "python beyond/plot_traps.py" in commands(README)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -90,7 +93,7 @@ def test_exercise(question, script, edits, outcome, tmp_path):
     source = name.read_text()
     for old, new in re.findall(r"`(.*?)` to `(.*?)`", edits):
         assert old in source
-        source = source.replace(old, new)
+        source = source.replace(old, new, 1)
     for folder in (name.parent.name, "expected_outputs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "run_all.sh", tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import test_chapter_claims as claims
 import test_worked_examples
 import torch
+import triton
 import watched
 from scripts import DEVICE, INTERPRET, ROOT, layernorm, linear_gelu, row_mean_var
 from test_chapter_claims import EPS, NEAR_CONSTANT, draw, interpreted
@@ -125,7 +126,10 @@ def test_the_printed_tile_runs_in_the_interpreter_only(tmp_path, capsys):
     path, module = printed(tmp_path, "chapter20/01_fused_linear_gelu.py", CHAPTERS_TILE)
     for target in ("sm_80", "sm_90"):
         assert any(" does not compile" in fault for fault in compile_all([path], target)[path][1])
-    if INTERPRET:
+    if INTERPRET and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
+        with pytest.raises(Exception, match="M >= 16, N >= 16 and K >= 16"):
+            module.section_20_1()
+    elif INTERPRET:
         module.section_20_1()
         expected = ROOT / "expected_outputs/chapter20/01_fused_linear_gelu.txt"
         assert capsys.readouterr().out == expected.read_text()
