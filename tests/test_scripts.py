@@ -64,7 +64,7 @@ def test_a_python_without_torch_is_told_what_to_run(script):
 
 def device_lines(script):
     source = script.read_text()
-    return source[source.index("# Triton reads") : source.index("import triton\n")]
+    return source[source.index("INTERPRET = ") : source.index("import triton\n")]
 
 
 def test_the_device_is_chosen_by_the_same_lines_everywhere():
