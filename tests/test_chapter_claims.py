@@ -1,10 +1,22 @@
 """What the chapter claims, one test a claim, and its five self-check questions."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 import watched
-from scripts import DEVICE, INTERPRET, complete, layernorm, linear_gelu, row_mean_var
+from scripts import (
+    DEVICE,
+    INTERPRET,
+    SCRIPTS,
+    complete,
+    layernorm,
+    linear_gelu,
+    load,
+    name_of,
+    row_mean_var,
+)
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,7 +77,7 @@ def count_launches(run, *args):
 
 # --- Claim 1 ---
 
-SHAPES = [(20, 12, 16), (128, 64, 256)]
+SHAPES = [(20, 12, 16), (48, 40, 80)]
 
 
 @pytest.mark.parametrize("M, K, N", SHAPES)
@@ -81,6 +93,15 @@ def test_claim_1_row_kernels_make_one_launch(N):
     x, gamma = draw(5, N), draw(N, seed=1)
     assert count_launches(row_mean_var.row_mean_var, x) == 1
     assert count_launches(layernorm.triton_layernorm, x, gamma, gamma) == 1
+
+
+def test_claim_1_rows_that_lie_apart_are_not_copied():
+    x = draw(5, 20)[:, :17]
+    assert count_launches(row_mean_var.row_mean_var, x) == 1
+    assert count_launches(complete.row_mean_var, x) == 1
+    assert count_launches(layernorm.triton_layernorm, x, None, None) == 1
+    kernel = complete.layernorm_forward_kernel
+    assert count_launches(complete._run_layernorm, x, None, None, EPS, kernel) == 1
 
 
 @interpreted
@@ -337,3 +358,112 @@ def test_question_4_the_mean_of_a_part_is_not_the_mean_of_the_row():
 def test_question_5_eps_matters_where_it_is_not_small_beside_the_variance():
     assert not eps_bug_shows(draw(4, 8, seed=1))
     assert eps_bug_shows(NEAR_CONSTANT.to(DEVICE))
+
+
+# --- What the sections print ---
+
+PRINTS = [
+    pytest.param(load(name_of(script)), name, id=f"{name_of(script)} {name}")
+    for script in SCRIPTS
+    for name in dir(load(name_of(script)))
+    if re.fullmatch(r"section_\w+|worked_examples", name)
+]
+every_print = pytest.mark.parametrize("module, name", PRINTS)
+# The wrappers through which the scripts call their kernels, and the tolerance of their checks.
+TOLERANCE = {
+    "fused_linear_gelu": 1e-4,
+    "row_mean_var": 1e-5,
+    "triton_layernorm": 1e-4,
+    "_run_layernorm": 1e-4,
+}
+VERDICT = re.compile(r"([^?\n]*)\? (True|False)")
+FIGURE = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
+
+
+def printed(module, name, capsys, change=lambda tolerance: 0.0, only="", calls=None):
+    """What a section prints where the output of each kernel, or of those only, is off."""
+
+    def off(wrapper, tolerance):
+        def call(*args, **kwargs):
+            if calls is not None:
+                calls.append(args)
+            kernels = [a.fn.__name__ for a in (*args, *kwargs.values()) if hasattr(a, "fn")]
+            out, error = wrapper(*args, **kwargs), change(tolerance)
+            if not re.search(only, " ".join(kernels)):
+                return out
+            return tuple(o + error for o in out) if isinstance(out, tuple) else out + error
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for wrapper in TOLERANCE.keys() & vars(module).keys():
+            patch.setattr(module, wrapper, off(getattr(module, wrapper), TOLERANCE[wrapper]))
+        getattr(module, name)()
+    return capsys.readouterr().out
+
+
+def verdicts(text):
+    return [verdict for _, verdict in VERDICT.findall(text)]
+
+
+@every_print
+def test_a_verdict_turns_where_a_kernel_is_off_by_more_than_the_tolerance(module, name, capsys):
+    right = printed(module, name, capsys)
+    slightly_off = printed(module, name, capsys, lambda tolerance: tolerance / 2)
+    assert verdicts(slightly_off) == verdicts(right)
+    off = printed(module, name, capsys, lambda tolerance: tolerance * 2)
+    assert verdicts(off) == ["False"] * len(verdicts(right))
+
+
+@every_print
+def test_a_verdict_on_a_buggy_kernel_turns_where_that_kernel_is_off(module, name, capsys):
+    right = printed(module, name, capsys)
+    off = printed(module, name, capsys, lambda tolerance: tolerance * 2, only="buggy|wrong")
+    assert verdicts(off) == [
+        "False" if re.search("buggy|wrong", label) else verdict
+        for label, verdict in VERDICT.findall(right)
+    ]
+
+
+@every_print
+def test_a_figure_is_the_kernels_or_the_oracles_as_its_line_says(module, name, capsys):
+    right = printed(module, name, capsys).splitlines()
+    off = printed(module, name, capsys, lambda tolerance: -1.0).splitlines()
+    for line, line_off in zip(right, off, strict=True):
+        of_the_kernel = re.search("diff|own|wrong_flat", line) is not None
+        for figure, figure_off in zip(FIGURE.findall(line), FIGURE.findall(line_off), strict=True):
+            assert (abs(float(figure) - float(figure_off)) > 1e-3) == of_the_kernel, line
+        assert not re.search("diff[^:]*: -", line_off), "the difference of what is too small"
+
+
+def chapters_inputs():
+    """What the chapter has its wrappers called with, as its seeds give it: by the shape of x."""
+    torch.manual_seed(0)
+    layer, linear = torch.nn.Linear(12, 16), torch.randn(20, 12)
+    torch.manual_seed(0)
+    rows = torch.randn(5, 10)
+    torch.manual_seed(0)
+    module = torch.randn(6, 17)
+    torch.manual_seed(1)
+    normalized = [module, torch.randn(4, 8), NEAR_CONSTANT]
+    calls = [(linear, layer.weight, layer.bias), (rows,)]
+    calls += [(x, torch.ones(x.shape[1]), torch.zeros(x.shape[1]), EPS) for x in normalized]
+    return {x.shape: (x, *others) for x, *others in calls}
+
+
+@every_print
+def test_the_sections_check_the_chapters_inputs(module, name, capsys):
+    calls = []
+    printed(module, name, capsys, calls=calls)
+    assert calls
+    for call in calls:
+        for argument, chapters in zip(call, chapters_inputs()[call[0].shape], strict=False):
+            assert torch.equal(torch.as_tensor(argument).cpu(), torch.as_tensor(chapters))
+
+
+@pytest.mark.parametrize("module", [layernorm, complete], ids=["03", "04"])
+def test_layernorm_takes_the_modules_own_parameters(module):
+    norm = torch.nn.LayerNorm(17, eps=0.5).requires_grad_(False)
+    norm.weight.copy_(draw(17, seed=1)), norm.bias.copy_(draw(17, seed=2))
+    x = draw(6, 17).cpu()
+    assert torch.allclose(module.layernorm(x, norm), norm(x), atol=1e-5)

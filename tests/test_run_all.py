@@ -734,7 +734,8 @@ def start_hanging(book, **options):
 def test_interrupted(book, name, insistent):
     process = start_hanging(book)
     os.killpg(process.pid, getattr(signal, name))
-    while insistent and process.poll() is None:
+    end = time.monotonic() + 20
+    while insistent and process.poll() is None and time.monotonic() < end:
         os.killpg(process.pid, getattr(signal, name))
         time.sleep(0.0002)
     result = book.finish(process)

@@ -34,3 +34,18 @@ def test_scripts_are_ascii_and_stand_alone(script):
     }
     assert imported == {"argparse", "os", "sys", "torch", "triton"}
     assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(ast.parse(source)))
+
+
+def masked_loads_without_other(source):
+    """Where a masked load leaves its other lanes undefined; Triton's interpreter fills them."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
+        if {"mask", "other"} & {keyword.arg for keyword in node.keywords} == {"mask"}
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_a_masked_load_says_what_its_other_lanes_hold(script):
+    assert masked_loads_without_other(script.read_text()) == []

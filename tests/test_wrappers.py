@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from scripts import DEVICE, INTERPRET, complete, layernorm, linear_gelu, row_mean_var
 
 # Examples are compiled on a GPU and interpreted elsewhere: either may take long, none may be flaky.
-quick = settings(max_examples=150 if INTERPRET else 40, deadline=None, derandomize=True)
+# test_mutants.py has a profile with fewer.
+EXAMPLES = settings.default.max_examples * 3 // 2 if INTERPRET else 40
+quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
@@ -177,7 +179,7 @@ def test_layernorm(triton_layernorm, shape, layout, gamma, beta, eps, seed):
     assert ((out.cpu() - exact).abs() <= tolerance * scale + 2e-6 * exact.abs()).all()
 
 
-buggy = settings(quick, max_examples=60 if INTERPRET else 20)
+buggy = settings(quick, max_examples=EXAMPLES * 2 // 5 if INTERPRET else 20)
 
 
 @buggy
@@ -233,23 +235,34 @@ def wrong_eps_04(x, gamma, beta, eps):
 @given(
     shape=st.tuples(st.integers(1, 20), st.integers(1, 300)),
     layout=layouts,
-    parameters=st.booleans(),
+    has_gamma=st.booleans(),
+    has_beta=st.booleans(),
     eps=st.sampled_from([1e-2, 0.5, 3.0]),
     seed=seeds,
 )
 def test_the_wrong_eps_is_wrong_exactly_as_documented(
-    wrong_eps, shape, layout, parameters, eps, seed
+    wrong_eps, shape, layout, has_gamma, has_beta, eps, seed
 ):
     x = matrix(*shape, seed, layout, shift=3.0)
-    gamma = vector(shape[1], seed + 1) if parameters else None
-    beta = vector(shape[1], seed + 2) if parameters else None
+    gamma = vector(shape[1], seed + 1) if has_gamma else None
+    beta = vector(shape[1], seed + 2) if has_beta else None
     out = wrong_eps(x, gamma, beta, eps)
     exact = x.double().cpu()
     deviation = exact.var(dim=-1, correction=0, keepdim=True).sqrt()
     wrong = (exact - exact.mean(dim=-1, keepdim=True)) / (deviation + eps)
-    if parameters:
-        wrong = wrong * gamma.double().cpu() + beta.double().cpu()
+    if has_gamma:
+        wrong = wrong * gamma.double().cpu()
+    if has_beta:
+        wrong = wrong + beta.double().cpu()
     assert_close(out, wrong, 1e-4)
+
+
+@both_row_mean_var
+def test_the_variance_of_a_row_far_from_zero(row_mean_var):
+    # Where the mean of the squares less the square of the mean has no digit left.
+    x = matrix(6, 100, 0, shift=1000.0)
+    _, var = row_mean_var(x)
+    assert_close(var, x.double().cpu().var(dim=-1, unbiased=False), 1e-5)
 
 
 @pytest.mark.parametrize("N", [1000, 5000, 20000])
@@ -278,26 +291,87 @@ def test_inputs_are_left_as_they_were():
     assert all(torch.equal(*pair) for pair in zip(before, (x, weight, bias), strict=True))
 
 
-class NeverLaunched:
+def tensor(*shape, dtype=torch.float32, device=DEVICE):
+    return torch.ones(*shape, dtype=dtype, device=device)
+
+
+class Launches(list):
+    """Stands for a kernel: notes the grid and the keywords of each launch."""
+
     def __getitem__(self, grid):
-        raise AssertionError("a kernel was launched on input that should have been refused")
+        return lambda *arguments, **keywords: self.append((grid, keywords))
 
 
 @pytest.fixture
-def refused(monkeypatch):
-    """Fails the test where a wrapper launches a kernel in spite of its input."""
+def launches(monkeypatch):
+    """The launches that the wrappers make, none of which takes place."""
+    launches = Launches()
     for module in (linear_gelu, row_mean_var, layernorm, complete):
         for name in dir(module):
             if "_kernel" in name:
-                monkeypatch.setattr(module, name, NeverLaunched())
+                monkeypatch.setattr(module, name, launches)
     # A keyword's default is the kernel itself, whatever its name stands for now.
     for wrapper in (linear_gelu.fused_linear_gelu, layernorm.triton_layernorm):
-        defaults = [NeverLaunched() if hasattr(d, "fn") else d for d in wrapper.__defaults__]
+        defaults = [launches if hasattr(d, "fn") else d for d in wrapper.__defaults__]
         monkeypatch.setattr(wrapper, "__defaults__", tuple(defaults))
+    return launches
 
 
-def tensor(*shape, dtype=torch.float32, device=DEVICE):
-    return torch.ones(*shape, dtype=dtype, device=device)
+@pytest.fixture
+def refused(launches):
+    """Fails the test where a wrapper launches a kernel in spite of its input."""
+    yield
+    assert launches == []
+
+
+def test_the_default_eps_is_torchs():
+    x = matrix(4, 9, 0) * 1e-3  # rows on which eps decides
+    assert_close(layernorm.triton_layernorm(x, None, None), exact_layernorm(x, None, None, 1e-5))
+
+
+@both_linear_gelu
+def test_linear_gelu_launches_the_tiles_that_it_is_asked_for(launches, fused_linear_gelu):
+    tiles = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 64}
+    fused_linear_gelu(tensor(70, 3), tensor(100, 3), None, **tiles)
+    assert launches == [((3, 7), tiles)]
+
+
+@both_linear_gelu
+def test_linear_gelu_takes_as_many_columns_as_a_grid_does(launches, fused_linear_gelu):
+    fused_linear_gelu(tensor(1, 1), tensor(1, 1).expand(65535 * 16, 1), None)
+    assert [grid for grid, _ in launches] == [(1, 65535)]
+
+
+@pytest.mark.parametrize(
+    "N, BLOCK_N, num_warps",
+    [
+        (0, 1, 1),
+        (1, 1, 1),
+        (17, 32, 1),
+        (512, 512, 1),
+        (513, 1024, 2),
+        (8192, 8192, 16),
+        (2**20, 2**20, 32),
+    ],
+)
+@pytest.mark.parametrize("hip, max_warps", [(None, 32), ("7.0", 16)], ids=["nvidia", "amd"])
+def test_a_row_is_one_program_and_a_long_one_gets_more_warps(
+    launches, N, BLOCK_N, num_warps, hip, max_warps, monkeypatch
+):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    num_warps = min(num_warps, max_warps)
+    x = tensor(5, 1).expand(5, N)
+    row_mean_var.row_mean_var(x)
+    complete.row_mean_var(x)
+    layernorm_03(x, None, None)
+    layernorm_04(x, None, None)
+    assert launches == [((5,), {"BLOCK_N": BLOCK_N, "num_warps": num_warps})] * 4
+
+
+@both_row_mean_var
+def test_row_mean_var_takes_the_block_that_it_is_given(launches, row_mean_var):
+    row_mean_var(tensor(5, 17), BLOCK_N=64)
+    assert launches == [((5,), {"BLOCK_N": 64, "num_warps": 1})]
 
 
 OTHER_DEVICE = "meta" if INTERPRET else "cpu"
@@ -317,6 +391,7 @@ HALF = torch.float16
         ((X[None], W, B), ValueError, "x (1, 20, 12), weight (16, 12)"),
         ((X, W[0], B), ValueError, "weight (12,)"),
         ((X, W.T, B), ValueError, "x (20, 12), weight (12, 16)"),
+        ((X, W.T, None), ValueError, "x (20, 12), weight (12, 16)"),
         ((X, W, B[:15]), ValueError, "x (20, 12), weight (16, 12), bias (15,)"),
         ((X, W, tensor(20)), ValueError, "bias (20,)"),
         ((X, W, tensor(16, 1)), ValueError, "bias (16, 1)"),
@@ -348,6 +423,45 @@ def test_the_buggy_kernel_is_refused_a_bias_that_ends_before_it_stops_reading(re
             linear_gelu.fused_linear_gelu(X, W, bias, kernel=buggy)
 
 
+every_module = pytest.mark.parametrize("module", [linear_gelu, row_mean_var, layernorm, complete])
+
+
+@every_module
+def test_check_float32_takes_none_for_a_tensor_that_may_be_left_out(module):
+    module.check_float32(x=X, weight=W, bias=None, beta=B)
+    with pytest.raises(TypeError, match="got x torch.float32, beta torch.float16$"):
+        module.check_float32(x=X, bias=None, beta=B.half())
+    for name in ("x", "weight"):
+        with pytest.raises(TypeError, match=f"got {name} <class 'NoneType'>"):
+            module.check_float32(**{name: None})
+
+
+@every_module
+@pytest.mark.parametrize(
+    "bias, found",
+    [
+        ([0.0] * 16, "<class 'list'>"),
+        (B.to_sparse(), "torch.float32 (torch.sparse_coo)"),
+        (torch._neg_view(B), "torch.float32 (a view that negates)"),
+    ],
+    ids=["list", "sparse", "negated"],
+)
+def test_check_float32_refuses_what_is_no_dense_tensor(module, bias, found):
+    with pytest.raises(TypeError, match=re.escape(f"x torch.float32, bias {found}")):
+        module.check_float32(x=X, bias=bias)
+
+
+@every_module
+def test_check_float32_refuses_another_device_and_two_devices(module, monkeypatch):
+    other = X.to(OTHER_DEVICE)
+    with pytest.raises(ValueError, match=f"one {DEVICE} device, got a on {OTHER_DEVICE}"):
+        module.check_float32(a=other)
+    for device in (DEVICE, OTHER_DEVICE):  # whichever of the two is the kernels' own
+        monkeypatch.setattr(module, "DEVICE", device)
+        with pytest.raises(ValueError, match=f"a on {DEVICE}.*, b on {OTHER_DEVICE}"):
+            module.check_float32(a=X, b=other)
+
+
 @both_row_mean_var
 @pytest.mark.parametrize(
     "arguments, error, message",
@@ -361,6 +475,7 @@ def test_the_buggy_kernel_is_refused_a_bias_that_ends_before_it_stops_reading(re
         ((X, 12), ValueError, "BLOCK_N=12"),
         ((X, 24), ValueError, "BLOCK_N=24"),
         ((X, 0), ValueError, "BLOCK_N=0"),
+        ((tensor(3, 0), 0), ValueError, "BLOCK_N=0"),
         ((X, 2**21), ValueError, "BLOCK_N=2097152"),
         ((tensor(1, 1).expand(1, 2**20 + 1),), ValueError, "x (1, 1048577)"),
     ],
