@@ -15,7 +15,7 @@ layernorm_chunks_kernel reads a row of any length twice, the second time from th
 All compute in float32. Where a row's sum may lose bits (CORRECT), the mean is corrected by what is
 left of the differences from it: the corrected two-pass algorithm of Chan, Golub and LeVeque,
 "Algorithms for Computing the Sample Variance", 1983. layernorm_chunks_kernel, which reads a row
-once for both, takes Welford's algorithm (1962) from the row's first value on.
+once for both, merges its chunks' means and variances as they do there.
 """
 
 import functools
@@ -70,20 +70,23 @@ def scale_and_shift(x_norm, gamma_ptr, beta_ptr, cols, N, MASKED: tl.constexpr):
 
 @triton.jit
 def mean_of(sum, N, CORRECT: tl.constexpr):
+    """sum / N, and not an approximation: equal values have themselves as their mean."""
     if CORRECT:
-        return sum / N
-    return tl.div_rn(sum, N + 0.0)  # an exact sum, exactly divided: equal values have their mean
+        return tl.div_rn(sum, N + 0.0)
+    inv_n = 1.0 / N  # the same, in fewer instructions: in 16 bits, they are what limits the speed
+    mean = sum * inv_n
+    return tl.fma(tl.fma(-mean, N + 0.0, sum), inv_n, mean)
 
 
 @triton.jit
 def inv_std_and_rest(squares, diff, N, eps, axis: tl.constexpr, CORRECT: tl.constexpr):
-    """From x - mean and its squares: 1 / std, and how much the mean's rounding adds to x_norm."""
+    """From x - mean and its squares: 1 / std, and by how much the mean was still too small."""
     if CORRECT:
         sum_squares, sum_diff = tl.reduce((squares, diff), axis, add_pairs)
-        rest = sum_diff / N
+        rest = mean_of(sum_diff, N, CORRECT)
         # A float32 output shows what rsqrt's approximation loses; 16 bits do not.
         inv_std = tl.div_rn(1.0, tl.sqrt_rn(sum_squares / N - rest * rest + eps))
-        return inv_std, rest * inv_std
+        return inv_std, rest
     inv_std = tl.rsqrt(tl.sum(squares, axis=axis) / N + eps)
     return inv_std, tl.zeros_like(inv_std)
 
@@ -111,7 +114,7 @@ def layernorm_rows_kernel(
     if MASKED:
         diff = tl.where(cols < N, diff, 0.0)
     inv_std, rest = inv_std_and_rest(diff * diff, diff, N, eps, 1, CORRECT)
-    x_norm = diff * inv_std[:, None] - rest[:, None]
+    x_norm = (diff - rest[:, None]) * inv_std[:, None]
     x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, cols, N, MASKED)
     tl.store(out_ptr + rows * N + cols, x_norm.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -170,7 +173,7 @@ def layernorm_pieces_kernel(
 
     for p in tl.static_range(PIECES):
         c = p * BLOCK_N + cols
-        x_norm = (same(again[p], HIDE).to(tl.float32) - mean) * inv_std - rest
+        x_norm = (same(again[p], HIDE).to(tl.float32) - mean - rest) * inv_std
         x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, c, N, MASKED and p == PIECES - 1)
         store(out_row, c, x_norm, N, MASKED and p == PIECES - 1)
 
@@ -211,7 +214,7 @@ def layernorm_ring_kernel(
             sums += slots.index(p).load(layout)
         for h in gl.static_range(HELD):
             sums += held[h]
-        mean = gl.sum(sums, axis=0) / N
+        mean = gl.div_rn(gl.sum(sums, axis=0), N + 0.0)
 
         squares = gl.zeros([BLOCK_N], gl.float32, layout=layout)
         diffs = gl.zeros([BLOCK_N], gl.float32, layout=layout)
@@ -224,16 +227,15 @@ def layernorm_ring_kernel(
             squares += diff * diff
             diffs += diff
         sum_squares, sum_diff = gl.reduce((squares, diffs), 0, add_pairs)
-        rest = sum_diff / N
+        rest = gl.div_rn(sum_diff, N + 0.0)
         inv_std = gl.div_rn(1.0, gl.sqrt_rn(sum_squares / N - rest * rest + eps))
-        rest *= inv_std
 
         # As soon as a slot's piece is out, the next row's comes in.
         next_row = x_row + gl.num_programs(0) * stride_m
         more = row + gl.num_programs(0) < M
         for p in range(SLOTS):
             c = p * BLOCK_N + cols
-            x_norm = (slots.index(p).load(layout) - mean) * inv_std - rest
+            x_norm = (slots.index(p).load(layout) - mean - rest) * inv_std
             if gamma_ptr is not None:
                 x_norm *= gl.load(gamma_ptr + c).to(gl.float32)
             if beta_ptr is not None:
@@ -244,21 +246,12 @@ def layernorm_ring_kernel(
         async_copy.commit_group()
         for h in gl.static_range(HELD):
             c = (SLOTS + h) * BLOCK_N + cols
-            x_norm = (held[h] - mean) * inv_std - rest
+            x_norm = (held[h] - mean - rest) * inv_std
             if gamma_ptr is not None:
                 x_norm *= gl.load(gamma_ptr + c).to(gl.float32)
             if beta_ptr is not None:
                 x_norm += gl.load(beta_ptr + c).to(gl.float32)
             gl.store(out_row + c, x_norm)
-
-
-@triton.jit
-def merge(n_a, mean_a, squares_a, n_b, mean_b, squares_b):
-    """Counts, means and sums of squared differences of two sets of values, for their union."""
-    n = n_a + n_b
-    share = tl.where(n > 0, n_b / n, 0.0)
-    diff = mean_b - mean_a
-    return n, mean_a + diff * share, squares_a + squares_b + diff * diff * n_a * share
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -275,39 +268,45 @@ def layernorm_chunks_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     x_row, out_row = x_ptr + row * stride_m, out_ptr + row * N
-    first = tl.load(x_row).to(tl.float32)  # no value is further from it than sqrt(2 * N) deviations
     cols = tl.arange(0, BLOCK_N)
-    n = tl.zeros([BLOCK_N], tl.float32)
-    means, squares = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    # Less is lost of differences from a value near the mean: the first chunk's.
+    near = tl.sum(load(x_row, cols, N, True).to(tl.float32), axis=0) / tl.minimum(N, BLOCK_N)
+    squares = tl.zeros([BLOCK_N], tl.float32)
+    mean, between = 0.0, 0.0
     for start in range(0, N, BLOCK_N):
         mask = start + cols < N
-        x = tl.load(x_row + start + cols, mask=mask, other=0.0).to(tl.float32) - first
-        n += tl.where(mask, 1.0, 0.0)
-        diff = tl.where(mask, x - means, 0.0)
-        means += diff / tl.maximum(n, 1.0)
-        squares += diff * tl.where(mask, x - means, 0.0)
-    n, mean, squares = tl.reduce((n, means, squares), 0, merge)
-    inv_std = tl.div_rn(1.0, tl.sqrt_rn(squares / N + eps))
+        x = tl.load(x_row + start + cols, mask=mask, other=0.0).to(tl.float32)
+        n = tl.minimum(N - start, BLOCK_N)
+        x -= near
+        chunk_mean = mean_of(tl.sum(tl.where(mask, x, 0.0), axis=0), n, True)
+        diff = tl.where(mask, x - chunk_mean, 0.0)
+        squares += diff * diff
+        # Chan's update: what this chunk's mean is off from that of the chunks before it.
+        diff = chunk_mean - mean
+        share = n / (start + n)
+        mean += diff * share
+        between += diff * diff * share * start
+    inv_std = tl.div_rn(1.0, tl.sqrt_rn((tl.sum(squares, axis=0) + between) / N + eps))
     # Backwards: what was read last is still in the cache.
     for start in range((N - 1) // BLOCK_N * BLOCK_N, -1, -BLOCK_N):
         mask = start + cols < N
-        x = tl.load(x_row + start + cols, mask=mask, other=0.0).to(tl.float32) - first
-        x_norm = (x - mean) * inv_std
+        x = tl.load(x_row + start + cols, mask=mask, other=0.0).to(tl.float32)
+        x_norm = (x - near - mean) * inv_std
         x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, start + cols, N, True)
         tl.store(out_row + start + cols, x_norm.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# For a row of at most so many columns: its pieces, the warps of a program and the most registers of
-# a thread (None: what the compiler takes), in float32 and in 16 bits. Measured on an H200, 2**28
-# elements a call; the rates as shares of a copy's.
+# For a row of so many columns: its pieces, the warps of a program, and the most registers of a
+# thread (None: what the compiler takes); in float32, and in 16 bits.
 PLANS = {
-    1024: ((1, 4, None), (1, 2, None)),  # 0.99 and 1.01
-    2048: ((1, 8, 64), (1, 4, None)),  # 0.99 and 1.01
-    4096: ((1, 16, None), (1, 8, None)),  # 0.98 and 0.99
-    8192: ((2, 16, 64), (1, 8, None)),  # 1.00 and 0.99
-    16384: ((1, 16, 64), (4, 8, None)),  # 0.97 and 0.97
-    32768: ((1, 32, None), (4, 8, 128)),  # 0.95 and 0.96
-    65536: (None, (4, 16, None)),  # 0.86
+    512: ((1, 2, None), (1, 1, None)),  # as such, such a row is one of several
+    1024: ((1, 4, None), (1, 2, None)),
+    2048: ((1, 8, 64), (1, 4, None)),
+    4096: ((1, 16, None), (2, 4, 64)),
+    8192: ((2, 16, 64), (1, 8, None)),
+    16384: ((4, 16, 64), (4, 8, None)),
+    32768: ((1, 32, None), (4, 8, 128)),
+    65536: (None, (4, 16, None)),
 }
 
 
@@ -330,9 +329,11 @@ def choose(N, dtype, capability):
     if plan is None:
         return layernorm_chunks_kernel, 1, {"BLOCK_N": 8192}, {"num_warps": 16}
     pieces, warps, registers = plan
-    if N < BLOCK_N:  # an eighth of it at a time leaves little of the last piece empty
-        pieces = min(BLOCK_N // 256, 8)
-        warps = max(warps // 2, 1) if N <= 1024 else warps
+    if 4 * N <= 3 * BLOCK_N:
+        # Three quarters hold it: the plan of half as long a row, with a half more columns a thread.
+        pieces = 4
+        warps, registers = PLANS[BLOCK_N // 2][half][1], None
+        warps = max(warps // 2, BLOCK_N // 4096, 1) if half else warps
     BLOCK_N //= pieces
     pieces = triton.cdiv(N, BLOCK_N)
     constants = {
@@ -385,29 +386,23 @@ def describe(tensor):
     return f"{tensor.dtype} {'' if tensor.layout == torch.strided else tensor.layout}".strip()
 
 
-def launch_key(tensor):
+def launch_key(t, grad):
     """All of a tensor that decides if it is taken, what is launched, and how that is compiled."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        return type(tensor)
-    aligned = tensor.data_ptr() % 16 == 0
-    wants_gradient = tensor.requires_grad and torch.is_grad_enabled()
-    kind = tensor.dtype, tensor.device, aligned, tensor.is_neg(), wants_gradient
-    return tensor.shape, tensor.stride(), kind
+    if t is None:
+        return None
+    aligned = t.data_ptr() & 15
+    return (
+        t.shape,
+        t.stride(),
+        t.dtype,
+        t.get_device(),
+        aligned,
+        t.is_neg(),
+        grad and t.requires_grad,
+    )
 
 
-# By launch_key of x, weight and bias: the compiled kernel, its programs, its other arguments.
-_launches = {}
-
-
-def launch_again(compiled, programs, numbers, constants, x, weight, bias, eps):
-    """Launches as kernel[grid](...) did, without its search for what it has compiled."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    stream = triton.runtime.driver.active.get_current_stream(x.device.index)
-    pointers = [None if t is None else t.data_ptr() for t in (x, weight, bias, out)]
-    arguments = *pointers, *numbers, eps, *constants
-    handles = stream, compiled.function, compiled.packed_metadata, None, None, None
-    compiled.run(programs, 1, 1, *handles, *arguments)
-    return out
+_launches = {}  # what has been launched, by launch_key of x, weight and bias
 
 
 def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
@@ -421,9 +416,20 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     Raises TypeError for another dtype; ValueError for shapes that do not match, for tensors on
     different devices, and where a gradient is wanted: there is no backward.
     """
-    key = launch_key(x), launch_key(weight), launch_key(bias)
-    if key in _launches and x.device.index == torch.cuda.current_device():
-        return launch_again(*_launches[key], x, weight, bias, float(eps))
+    try:
+        grad = torch.is_grad_enabled()
+        key = launch_key(x, grad), launch_key(weight, grad), launch_key(bias, grad)
+    except (AttributeError, RuntimeError):  # no dense tensor: check tells which
+        key = None
+    known = _launches.get(key)
+    if known is not None and x.get_device() == torch.cuda.current_device():
+        # As kernel[grid](...), without its search for what it has compiled.
+        run, programs, handles, numbers, constants = known
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        pointers = [None if t is None else t.data_ptr() for t in (x, weight, bias, out)]
+        stream = triton.runtime.driver.active.get_current_stream(x.get_device())
+        run(programs, 1, 1, stream, *handles, *pointers, *numbers, float(eps), *constants)
+        return out
 
     tensors = {"x": x, "weight": weight, "bias": bias}
     check({name: t for name, t in tensors.items() if t is not None or name == "x"})
@@ -447,5 +453,6 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
         )
     as_given = rows.data_ptr() == x.data_ptr() and gamma is weight and beta is bias
     if as_given and not INTERPRET and len(_launches) < 4096:
-        _launches[key] = compiled, programs, numbers, tuple(constants.values())
+        handles = compiled.function, compiled.packed_metadata, None, None, None
+        _launches[key] = compiled.run, programs, handles, numbers, tuple(constants.values())
     return out
