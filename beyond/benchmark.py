@@ -11,8 +11,9 @@ moment, so only what was measured within one round is compared. A time is the me
 and so is a ratio; the lowest and the highest round stand beside the time. Inputs are random, drawn
 on the CPU from a seed.
 
-Writes layernorm.csv, linear_gelu.csv and host.csv, with the GPU, its driver and the versions, and a
-plot of each half. Needs a GPU; liger-kernel and quack-kernels take part where they are installed.
+Writes for each half a CSV, with the GPU, its driver and the versions, a table of it and a plot, and
+the host's time for small inputs. Needs a GPU; liger-kernel and quack-kernels take part where they
+are installed.
 """
 
 import argparse
@@ -295,81 +296,141 @@ def machine():
 
 
 def write(path, rows):
-    rows = [
-        {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} | machine()
-        for row in rows
-    ]
+    """Writes rows, with the machine's columns, as CSV. Returns them as they then are read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer = csv.DictWriter(file, [*rows[0], *machine()], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
-    print(f"wrote {path}")
+        for row in rows:
+            short = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
+            writer.writerow(short | machine())
+    print(f"wrote {path}", flush=True)
+    return read(path)
 
 
-STYLES = {  # by how a contender's name begins
-    "fast_": ("#D55E00", "o", "-"),
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def by_case(rows, *columns):
+    """The rows of each case, by contender; of a contender's name only what is before a bracket."""
+    cases = {}
+    for row in rows:
+        case = cases.setdefault(tuple(row[c] for c in columns), {})
+        case[row["contender"].split(" (")[0]] = row
+    return cases
+
+
+def table(header, lines):
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])
+
+
+def cells(contenders, names, column, invert=False):
+    found = (contenders[name][column] if name in contenders else None for name in names)
+    return ["-" if f is None else f"{1 / float(f) if invert else float(f):.2f}" for f in found]
+
+
+def table_layernorm(rows):
+    """Each contender's speed as a share of the copy's."""
+    cases = by_case(rows, "dtype", "N")
+    names = list(dict.fromkeys(name for case in cases.values() for name in case if name != "copy"))
+    lines = [
+        [dtype, N, f"{float(case['copy']['TB/s']):.2f}"]
+        + cells(case, names, "time_over_copy", invert=True)
+        for (dtype, N), case in cases.items()
+    ]
+    return table(["dtype", "N", "copy, TB/s", *names], lines)
+
+
+def table_linear_gelu(rows):
+    """Each contender's time in that of the linear layer alone."""
+    cases = by_case(rows, "dtype", "M", "K", "N")
+    names = list(dict.fromkeys(name for case in cases.values() for name in case))[1:]
+    lines = [
+        [dtype, f"{M} x {K} x {N}", f"{float(case['linear alone']['ms']):.4f}"]
+        + cells(case, names, "time_over_linear_alone")
+        for (dtype, M, K, N), case in cases.items()
+    ]
+    return table(["dtype", "M x K x N", "linear alone, ms", *names], lines)
+
+
+def table_host(rows):
+    lines = [[row["case"], row["contender"], f"{float(row['us']):.1f}"] for row in rows]
+    return table(["case", "contender", "microseconds a call"], lines)
+
+
+# Told apart by the colour-blind, and in print by their markers.
+STYLES = {
+    "fast_layernorm": ("#D55E00", "o", "-"),
+    "fast_linear_gelu": ("#D55E00", "o", "-"),
     "torch.compile": ("#0072B2", "s", "--"),
     "max-autotune": ("#56B4E9", "v", "--"),
     "eager": ("#555555", "^", ":"),
     "chapter, best": ("#009E73", "D", "-."),
+    "chapter, best tile": ("#009E73", "D", "-."),
+    "cuBLASLt, tanh": ("#E69F00", "*", "-."),
     "Liger": ("#CC79A7", "P", ":"),
     "QuACK": ("#000000", "X", "--"),
 }
 
 
 def style_of(name):
-    return next((style for start, style in STYLES.items() if name.startswith(start)), None)
+    if name in STYLES:
+        return dict(zip(("color", "marker", "linestyle"), STYLES[name], strict=True))
 
 
 def plot_layernorm(path, rows):
-    figure = Figure(figsize=(8, 3.8), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, dtype in zip(axes, NAMES.values(), strict=True):
-        lines = {}
-        for row in rows:
-            name = row["contender"].split(" (")[0]
-            if row["dtype"] == dtype and style_of(name):
-                lines.setdefault(name, {})[row["N"]] = 1 / row["time_over_copy"]
-        for name, points in lines.items():
-            color, marker, line = style_of(name)
-            style = {"color": color, "marker": marker, "linestyle": line}
-            axis.plot(*zip(*points.items(), strict=True), label=name, **style, markersize=5)
+        cases = by_case((row for row in rows if row["dtype"] == dtype), "N")
+        for name in dict.fromkeys(name for case in cases.values() for name in case):
+            if style := style_of(name):
+                points = [
+                    (int(N), 1 / float(case[name]["time_over_copy"]))
+                    for (N,), case in cases.items()
+                    if name in case
+                ]
+                axis.plot(*zip(*points, strict=True), label=name, **style)
         axis.axhline(1, color="#555555", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set(title=dtype, xlabel="row length N", ylim=(0, 1.1))
     axes[0].set_ylabel("speed, as a share of a copy's")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    figure.suptitle(f"LayerNorm of 2**28 elements, {torch.cuda.get_device_name()}")
-    figure.savefig(path, dpi=150, facecolor="white")
-    print(f"wrote {path}")
+    finish(figure, path, *axes[0].get_legend_handles_labels(), f"LayerNorm, {rows[0]['gpu']}")
 
 
 def plot_linear_gelu(path, rows):
-    cases = list(dict.fromkeys((r["dtype"], r["M"], r["K"], r["N"]) for r in rows))
-    names = [n for n in dict.fromkeys(r["contender"].split(" (")[0] for r in rows)]
-    names = [n for n in names if n != "linear alone" and "own tile" not in n]
-    figure = Figure(figsize=(8, 0.55 * len(cases) + 1.5), layout="constrained")
+    cases = by_case(rows, "dtype", "M", "K", "N")
+    figure = Figure(figsize=(8, 0.5 * len(cases) + 1.8), layout="constrained")
     axis = figure.subplots()
-    for offset, name in enumerate(names):
-        color, marker, _ = style_of(name) or ("#E69F00", "*", "")
-        points = [
-            (row["time_over_linear_alone"], cases.index(case) + (offset - len(names) / 2) * 0.11)
-            for row in rows
-            if row["contender"].split(" (")[0] == name
-            for case in [(row["dtype"], row["M"], row["K"], row["N"])]
-        ]
-        axis.scatter(*zip(*points, strict=True), color=color, marker=marker, label=name, s=28)
+    for name in dict.fromkeys(name for case in cases.values() for name in case):
+        if style := style_of(name):
+            points = [
+                (float(case[name]["time_over_linear_alone"]), place)
+                for place, case in enumerate(cases.values())
+                if name in case
+            ]
+            axis.plot(*zip(*points, strict=True), label=name, **style | {"linestyle": ""})
     axis.axvline(1, color="#555555", linewidth=0.8)
     axis.set_yticks(range(len(cases)), [f"{d}, {m} x {k} x {n}" for d, m, k, n in cases])
     axis.invert_yaxis()
-    axis.set(xlabel="time, in that of cuBLAS's linear layer alone", xlim=(0.4, 2.2))
     axis.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3)
-    figure.suptitle(f"Linear + bias + exact GELU, {torch.cuda.get_device_name()}")
+    axis.set_xscale("log")
+    axis.set_xticks([0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2], minor=False)
+    axis.set_xticklabels(["0.5", "0.6", "0.7", "0.8", "0.9", "1", "1.2", "1.5", "2"])
+    axis.minorticks_off()
+    axis.set(xlabel="time, in that of the linear layer alone (cuBLAS)")
+    title = f"Linear + bias + exact GELU (M x K x N), {rows[0]['gpu']}"
+    finish(figure, path, *axis.get_legend_handles_labels(), title)
+
+
+def finish(figure, path, handles, labels, title):
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.suptitle(title)
     figure.savefig(path, dpi=150, facecolor="white")
-    print(f"wrote {path}")
+    print(f"wrote {path}", flush=True)
 
 
 def main():
@@ -390,8 +451,8 @@ def main():
     print(", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
     for half in options.halves or HALVES:
         name = half.replace("-", "_")
-        rows = globals()[name](options.quick)
-        write(options.out / f"{name}.csv", rows)
+        rows = write(options.out / f"{name}.csv", globals()[name](options.quick))
+        (options.out / f"{name}.md").write_text(globals()[f"table_{name}"](rows) + "\n")
         if plot := globals().get(f"plot_{name}"):
             plot(options.out / f"{name}.png", rows)
 
