@@ -19,14 +19,18 @@ import sys
 import termios
 import time
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMANDS = """
-    bash cat cmp cut date diff dirname env head mkdir nproc readlink rm sort stat tail timeout
+    bash cat cmp cut date diff dirname env head mkdir mv nproc readlink rm sort stat tail timeout
 """.split()
 VERSIONS = {"torch": "1.2", "triton": "3.4", "numpy": "5.6"}
 HEADER = "Python {}.{}.{}, torch 1.2, triton 3.4, numpy 5.6, ".format(*sys.version_info)
@@ -1029,3 +1033,53 @@ def test_run_tests_passes_arguments_and_status_through(book, python):
     result = book.run("-k", "a b", program=book.root / "run_tests.sh", env=env)
     assert (result.status, result.err) == (5, "")
     assert result.out == f"{book.root} ['-k', 'a b']\n"
+
+
+# A python3 whose pip install gives all but the package itself where FAILS is set.
+TESTS_PYTHON = """#!/usr/bin/env bash
+[[ "$1 $2" == "-m pip" ]] || exec "$PLAIN_PYTHON" "$@"
+while [[ $1 != --target ]]; do shift; done
+mkdir -p "$2/pytest-1.dist-info"
+printf 'Metadata-Version: 2.1\\nName: pytest\\nVersion: 1\\n' >"$2/pytest-1.dist-info/METADATA"
+[[ -z $FAILS ]] || exit 1
+echo "print('tested')" >"$2/pytest.py"
+"""
+
+
+def test_half_installed_test_packages_are_installed_anew(book):
+    write(book.make({}).root / "requirements-dev.txt", "# a comment\npytest==1\n")
+    python = write(book.folder / "python", TESTS_PYTHON)
+    env = {"PYTHON": python, "PLAIN_PYTHON": book.python}
+    program = book.root / "run_tests.sh"
+    folder = f".test-packages/cpython-{sys.version_info.major}{sys.version_info.minor}"
+    installs = f"Installing requirements-dev.txt into {folder} (once): 40 MB to download.\n"
+    result = book.run(program=program, env={**env, "FAILS": 1})
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith(f"{installs}run_tests.sh: could not install requirements-dev.txt:")
+    result = book.run(program=program, env=env)
+    assert (result.status, result.out, result.err) == (0, "tested\n", installs)
+    result = book.run(program=program, env={**env, "FAILS": 1})
+    assert (result.status, result.out, result.err) == (0, "tested\n", "")
+
+
+# Each of requirements-dev.txt is installed without its needs: matplotlib's numpy would hide the
+# interpreter's own, which torch and triton use.
+OF_THE_INTERPRETER = {"numpy", "typing-extensions"}
+DEV = (REPOSITORY / "requirements-dev.txt").read_text()
+DEV_PINS = dict(line.split("==") for line in DEV.splitlines() if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("name", DEV_PINS)
+@pytest.mark.parametrize("python", ["3.10.13", "3.13.0"])
+def test_requirements_dev_has_every_need_and_suits_every_python(name, python):
+    try:
+        package = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{name} is not installed: ./run_tests.sh installs it")
+    assert python in SpecifierSet(package.metadata["Requires-Python"] or "")
+    environment = {"python_version": python.rpartition(".")[0], "python_full_version": python}
+    for need in map(Requirement, package.requires or []):
+        if need.marker is None or need.marker.evaluate({**environment, "extra": ""}):
+            of_the_interpreter = canonicalize_name(need.name) in OF_THE_INTERPRETER
+            assert of_the_interpreter or DEV_PINS[canonicalize_name(need.name)] in need.specifier
+    assert not OF_THE_INTERPRETER & DEV_PINS.keys()
