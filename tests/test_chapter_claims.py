@@ -4,7 +4,7 @@ The tests of a claim have its number in their names (./run_tests.sh -k claim_3),
 self-check question the question's (-k question_2):
 
 1. The fused layer is one launch, and writes its (M, N) result once and never reads it back; as
-   three operators it is three launches, three writes and two reads. Each row kernel is one launch too.
+   three operators it is three launches, three writes and two reads. A row kernel is one launch too.
 2. The bias on the wrong axis runs, has the right shape and is wrong; where M > N it also reads past
    the end of the bias, at exactly the indices N to M - 1, without a crash.
 3. A correct variance fails against x.var(dim=-1); unbiased=False is what LayerNorm uses.
