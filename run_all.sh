@@ -29,6 +29,11 @@ END
 IFS= read -r root < <(readlink -f -- "${BASH_SOURCE[0]}")
 root=${root%/*}
 
+if [[ $OSTYPE != linux* ]]; then
+    echo "${0##*/}: Triton is made for Linux only; on Windows, use WSL 2" >&2
+    exit 2
+fi
+
 # The same scripts do the same everywhere: no assert dropped, no exit status swallowed, no warning
 # made an error, and the bytes of stdout do not depend on the locale.
 unset PYTHONOPTIMIZE PYTHONINSPECT PYTHONWARNINGS

@@ -577,6 +577,13 @@ def test_two_runs_at_once(book):
     assert (result.status, verdicts(result), result.err) == (0, all_pass("01_a"), "")
 
 
+@pytest.mark.parametrize("program", ["run_all.sh", "run_tests.sh"])
+def test_another_system_than_linux(book, program):
+    result = book.make({"01_a": OK}).run(program=book.root / program, env={"OSTYPE": "darwin23"})
+    message = f"{program}: Triton is made for Linux only; on Windows, use WSL 2\n"
+    assert (result.status, result.out, result.err) == (2, "", message)
+
+
 # --- The interpreter ---
 
 
