@@ -23,9 +23,12 @@ import tempfile
 from pathlib import Path
 
 try:
+    import torch  # before matplotlib: a Python without it is not worth completing
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
+try:
     import matplotlib
     import numpy as np
-    import torch
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrow, Rectangle
     from matplotlib.patheffects import withStroke
@@ -33,9 +36,7 @@ try:
     from torch.nn.functional import gelu, layer_norm
     from torch.utils._python_dispatch import TorchDispatchMode
 except ModuleNotFoundError as error:
-    install = f"{sys.executable} -m pip install {error.name}"
-    print(f"plot_traps.py needs {error.name}: {install}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(f"plot_traps.py needs {error.name}: {sys.executable} -m pip install {error.name}")
 
 ROOT = Path(__file__).resolve().parent.parent
 
