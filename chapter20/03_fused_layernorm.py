@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 INTERPRET = INTERPRET or not torch.cuda.is_available()
 os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
-DEVICE = "cpu" if INTERPRET else "cuda"
+DEVICE = "cpu" if INTERPRET else "cuda"  # the kernels'; inputs and oracles stay on the CPU
 
 import triton
 import triton.language as tl
