@@ -88,6 +88,12 @@ def test_the_sample_run_has_todays_form():
     assert re.fullmatch("\n".join(form) + "\n", result.stdout)
 
 
+def test_the_set_up_prints_the_readmes_sizes():
+    sizes = re.findall(r"\d[\d.]* GB", README.partition("\n## ")[0])
+    assert len(sizes) == 2
+    assert [size for size in sizes if size not in (ROOT / "run_all.sh").read_text()] == []
+
+
 ROW = r"^\| (20\.\d\.\d|question \d) \| `(.*?)` \| `(.*?)` \| `(.*?)` \| (.*?) ?\|$"
 MAP = re.findall(ROW, README, re.MULTILINE)
 
