@@ -21,6 +21,7 @@ except PackageNotFoundError:
 ' "$root/requirements-dev.txt"
 }
 
+trap 'exit 130' INT # pip's own exit status would pass a Ctrl-C for a failure
 find_python
 # Some have a compiled part: each Python version has its own folder.
 packages=$root/.test-packages/$("$python" -c 'import sys; print(sys.implementation.cache_tag)')

@@ -1064,31 +1064,54 @@ def test_run_tests_passes_arguments_and_status_through(book, python):
     assert result.out == f"{book.root} ['-k', 'a b']\n"
 
 
-# A python3 whose pip install gives all but the package itself where FAILS is set.
+# A python3 whose pip install does $PIP when it has installed all but the package itself.
 TESTS_PYTHON = """#!/usr/bin/env bash
 [[ "$1 $2" == "-m pip" ]] || exec "$PLAIN_PYTHON" "$@"
 while [[ $1 != --target ]]; do shift; done
 mkdir -p "$2/pytest-1.dist-info"
 printf 'Metadata-Version: 2.1\\nName: pytest\\nVersion: 1\\n' >"$2/pytest-1.dist-info/METADATA"
-[[ -z $FAILS ]] || exit 1
+eval "$PIP"
 echo "print('tested')" >"$2/pytest.py"
 """
 
 
-def test_half_installed_test_packages_are_installed_anew(book):
+@pytest.fixture
+def run_tests(book):
+    """Starts run_tests.sh where pytest is missing, and pip does what it is told."""
     write(book.make({}).root / "requirements-dev.txt", "# a comment\npytest==1\n")
     python = write(book.folder / "python", TESTS_PYTHON)
-    env = {"PYTHON": python, "PLAIN_PYTHON": book.python}
-    program = book.root / "run_tests.sh"
-    folder = f".test-packages/cpython-{sys.version_info.major}{sys.version_info.minor}"
-    installs = f"Installing requirements-dev.txt into {folder} (once): 40 MB to download.\n"
-    result = book.run(program=program, env={**env, "FAILS": 1})
+
+    def start(pip=""):
+        env = {"PYTHON": python, "PLAIN_PYTHON": book.python, "PIP": pip}
+        return book.start(program=book.root / "run_tests.sh", env=env)
+
+    return start
+
+
+INSTALLS_FOR_TESTS = (
+    f"Installing requirements-dev.txt into .test-packages/{sys.implementation.cache_tag} (once): "
+    "40 MB to download.\n"
+)
+
+
+def test_half_installed_test_packages_are_installed_anew(book, run_tests):
+    result = book.finish(run_tests("exit 1"))
     assert (result.status, result.out) == (2, "")
-    assert result.err.startswith(f"{installs}run_tests.sh: could not install requirements-dev.txt:")
-    result = book.run(program=program, env=env)
-    assert (result.status, result.out, result.err) == (0, "tested\n", installs)
-    result = book.run(program=program, env={**env, "FAILS": 1})
+    message = f"{INSTALLS_FOR_TESTS}run_tests.sh: could not install requirements-dev.txt:"
+    assert result.err.startswith(message)
+    result = book.finish(run_tests())
+    assert (result.status, result.out, result.err) == (0, "tested\n", INSTALLS_FOR_TESTS)
+    result = book.finish(run_tests("exit 1"))
     assert (result.status, result.out, result.err) == (0, "tested\n", "")
+
+
+def test_ctrl_c_while_test_packages_are_installed(book, run_tests):
+    started = book.folder / "started"
+    process = run_tests(f"trap 'exit 1' INT; : >{started}; while :; do /bin/sleep 0.1; done")
+    wait_until(started.exists, "pip starts")
+    os.killpg(process.pid, signal.SIGINT)
+    result = book.finish(process)
+    assert (result.status, result.out, result.err) == (130, "", INSTALLS_FOR_TESTS)
 
 
 # Each of requirements-dev.txt is installed without its needs: matplotlib's numpy would hide the
