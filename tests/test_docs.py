@@ -134,7 +134,8 @@ def test_there_is_an_exercise_for_each_self_check_question():
     "question, script, edits, outcome", EXERCISES, ids=[row[0] for row in EXERCISES]
 )
 def test_exercise(question, script, edits, outcome, tmp_path):
-    (name,) = [s for s in SCRIPTS if s.name.startswith(script)]
+    script = f"chapter20/{script}"
+    (name,) = [s for s in SCRIPTS if name_of(s).startswith(script)]
     source = name.read_text()
     for old, new in re.findall(r"`(.*?)` to `(.*?)`", edits):
         assert old in source
