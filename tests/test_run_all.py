@@ -713,12 +713,15 @@ def test_scripts_run_at_the_same_time(book, option):
 
 
 def test_no_more_scripts_than_j_run_at_the_same_time(book):
-    result = book.make(mutual(book, 3)).run("-j2", "--timeout", "1")
-    timed_out = [
-        f"FAIL  chapter01/{name}.py  T: timed out after 1 s\n" for name in ("00_a", "01_a")
-    ]
-    assert verdicts(result) == "".join(timed_out) + passes("02_a") + "1 passed, 2 failed\n"
-    assert result.status == 1
+    second, third, checked = (book.folder / name for name in ("second", "third", "checked"))
+    not_yet = f"time.sleep(0.5)\nassert not os.path.exists({str(third)!r})\n"
+    scripts = {
+        "01_a": waits_for(second) + not_yet + touches(checked),
+        "02_b": touches(second) + waits_for(checked),
+        "03_c": touches(third) + OK,
+    }
+    result = book.make(scripts).run("-j2")
+    assert (result.status, verdicts(result), result.err) == (0, all_pass(*scripts), "")
 
 
 def test_printed_in_order(book):
