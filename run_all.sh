@@ -29,6 +29,11 @@ END
 IFS= read -r root < <(readlink -f -- "${BASH_SOURCE[0]}")
 root=${root%/*}
 
+if [[ $OSTYPE != linux* ]]; then
+    echo "${0##*/}: Triton is made for Linux only; on Windows, use WSL 2" >&2
+    exit 2
+fi
+
 # The same scripts do the same everywhere: no assert dropped, no exit status swallowed, no warning
 # made an error, and the bytes of stdout do not depend on the locale.
 unset PYTHONOPTIMIZE PYTHONINSPECT PYTHONWARNINGS
@@ -81,7 +86,7 @@ find_python() {
 }
 
 make_venv() {
-    local venv=$root/.venv why
+    local venv=$root/.venv why free made=
     command -v python3 >/dev/null || die "there is no python3: install Python 3.10 or newer"
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
         die "python3 is not Python 3.10 or newer, but $(python3 --version 2>&1 | head -n 1):" \
@@ -105,13 +110,25 @@ except BlockingIOError:
         exec 9>&- # another run has made it in the meantime
         return
     fi
+    IFS= read -r free < <(df --output=avail -k -- "$root" | tail -n 1)
+    ((free >= 2000000)) || die "$root has $((free / 1000)) MB free, and .venv needs at least 2 GB"
     echo "setting .venv up" >&9
-    echo "No torch, triton and numpy found: installing requirements.txt into .venv (once)." >&2
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || python3 -m venv "$venv" >&2 ||
-        die "python3 -m venv failed: see above"
-    "$venv/bin/python" -m pip install --disable-pip-version-check --retries 2 \
-        -r "$root/requirements.txt" >&2 ||
-        die "could not install requirements.txt into .venv: is there a network, and room for it?"
+    cat >&2 <<'END'
+No torch, triton and numpy found: installing requirements.txt into .venv (once). On x86-64 this
+downloads 2.8 GB and takes 4.7 GB of disk. Without a GPU 0.4 GB and 1.7 GB are enough: Ctrl-C, then
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ./run_all.sh
+END
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        made=1
+        python3 -m venv "$venv" >&2 || die "python3 -m venv failed: see above"
+    fi
+    if ! "$venv/bin/python" -m pip install --disable-pip-version-check --retries 2 \
+        -r "$root/requirements.txt" >&2; then
+        # Half of a .venv could fill the disk, and the mark would hide one that is made by hand.
+        [[ -z $made ]] || { rm -rf -- "$venv" && : >"$venv.incomplete"; }
+        die "could not install requirements.txt into .venv: is there a network, and room for it" \
+            "here and in ${TMPDIR:-/tmp}?"
+    fi
     ! unfit "$venv/bin/python" || die ".venv $why, although requirements.txt is installed"
     rm -f -- "$venv.incomplete"
     exec 9>&-

@@ -1,12 +1,14 @@
 """Draws the chapter's traps, each picture from a live run of the numbered scripts' own kernels.
 
     pip install matplotlib
-    python beyond/plot_traps.py                        # all of them, into beyond/figures/
+    python beyond/plot_traps.py                        # all that it can, into beyond/figures/
     python beyond/plot_traps.py eps bias --out DIR     # some of them, into DIR
 
 eps: where eps goes in LayerNorm. bias: the bias on the wrong axis. variance: over N or N - 1.
-traffic: what fusing saves, with times where there is a GPU. tf32: what float32 loses in TF32;
-it needs a GPU. Without one, the kernels run in Triton's interpreter, as the scripts do.
+traffic: what fusing saves, in bytes and, on a GPU, in time. tf32: what float32 loses in TF32.
+
+Without a GPU the kernels run in Triton's interpreter, as the scripts do. tf32 is then skipped, and
+so is traffic, whose picture has a GPU's times, unless --out says where to draw it without them.
 """
 
 import argparse
@@ -21,9 +23,12 @@ import tempfile
 from pathlib import Path
 
 try:
+    import torch  # before matplotlib: a Python without it is not worth completing
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
+try:
     import matplotlib
     import numpy as np
-    import torch
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrow, Rectangle
     from matplotlib.patheffects import withStroke
@@ -31,8 +36,7 @@ try:
     from torch.nn.functional import gelu, layer_norm
     from torch.utils._python_dispatch import TorchDispatchMode
 except ModuleNotFoundError as error:
-    print(f"plot_traps.py needs {error.name}: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(f"plot_traps.py needs {error.name}: {sys.executable} -m pip install {error.name}")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -474,7 +478,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("figures", nargs="*", help=f"of {' '.join(FIGURES)}; all if none is named")
-    parser.add_argument("--out", type=Path, default=ROOT / "beyond/figures", metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="instead of beyond/figures")
     parser.add_argument("--interpret", help=argparse.SUPPRESS)  # see in_interpreter
     args = parser.parse_args()
     if args.interpret:
@@ -485,10 +489,13 @@ def main():
             parser.error(f"no figure {name}: there are {' '.join(FIGURES)}")
     if INTERPRET:
         print("running in Triton's interpreter, on the CPU", file=sys.stderr)
-    args.out.mkdir(parents=True, exist_ok=True)
+    folder = args.out or ROOT / "beyond/figures"
+    folder.mkdir(parents=True, exist_ok=True)
     for name in args.figures or FIGURES:
-        fig, file = Figure(layout="constrained"), args.out / f"{name}.png"
+        fig, file = Figure(layout="constrained"), folder / f"{name}.png"
         try:
+            if name == "traffic" and INTERPRET and args.out is None:
+                raise Skip(f"{file} has a GPU's times: --out DIR draws it without times, into DIR")
             FIGURES[name](fig)
         except Skip as reason:
             print(f"{name}: skipped, {reason}")

@@ -17,13 +17,13 @@ import sys
 try:
     import torch
 except ModuleNotFoundError as error:
-    sys.exit(f"{error}: ./run_all.sh finds a Python that has torch, or installs it into .venv")
+    sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 
 # Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 INTERPRET = INTERPRET or not torch.cuda.is_available()
 os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
-DEVICE = "cpu" if INTERPRET else "cuda"
+DEVICE = "cpu" if INTERPRET else "cuda"  # the kernels'; inputs and oracles stay on the CPU
 
 import triton
 import triton.language as tl

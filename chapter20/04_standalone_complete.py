@@ -15,13 +15,13 @@ import sys
 try:
     import torch
 except ModuleNotFoundError as error:
-    sys.exit(f"{error}: ./run_all.sh finds a Python that has torch, or installs it into .venv")
+    sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 
 # Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 INTERPRET = INTERPRET or not torch.cuda.is_available()
 os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
-DEVICE = "cpu" if INTERPRET else "cuda"
+DEVICE = "cpu" if INTERPRET else "cuda"  # the kernels'; inputs and oracles stay on the CPU
 
 import triton
 import triton.language as tl
@@ -191,7 +191,7 @@ def fused_linear_gelu(x, weight, bias, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):
     device, of any strides. Returns a new (M, N) float32 tensor; no gradient flows through it.
 
     BLOCK_M, BLOCK_N and BLOCK_K are the sides of a tile: powers of two, at least 16 (tl.dot's
-    minimum for BLOCK_K on NVIDIA GPUs, and for all three before triton 3.3).
+    minimum for BLOCK_K on NVIDIA GPUs, and for all three before triton 3.3; the book has 8, 8, 4).
 
     Raises TypeError for another dtype; ValueError for another rank, for shapes that do not chain,
     for tensors on different devices, for other tile sides and for N over 65535 * BLOCK_N.

@@ -1,5 +1,6 @@
-"""The documents: commands run, links lead somewhere, exercises do what they say."""
+"""The documents: commands run, links lead somewhere, the map and the exercises say what is so."""
 
+import functools
 import os
 import re
 import shlex
@@ -8,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from scripts import ROOT, SCRIPTS, name_of
+from scripts import ROOT, SCRIPTS, expected_file, name_of
+from test_worked_examples import BOOK
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("beyond/*.md")])
 TEXT = {document: document.read_text() for document in DOCUMENTS}
@@ -25,31 +27,37 @@ def commands(text):
     return list(dict.fromkeys(line for line in lines + inline if line))
 
 
+# Numbered, not named: pytest's -k looks at these too, and is in some of the commands.
 COMMANDS = [
-    pytest.param(command, id=f"{document.name}: {command}")
+    pytest.param(command, id=f"{document.name}, command {number}")
     for document, text in TEXT.items()
-    for command in commands(text)
+    for number, command in enumerate(commands(text), 1)
 ]
+
+
+@functools.cache
+def run(command):
+    words = shlex.split(command)
+    environment = os.environ | {"PYTHON": sys.executable}
+    if words[0].startswith("TRITON_INTERPRET="):
+        environment["TRITON_INTERPRET"] = words.pop(0).partition("=")[2]
+    if words[0] == "python":
+        words[0] = sys.executable
+    return subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_works(command, tmp_path):
-    environment = os.environ | {"PYTHON": sys.executable}
-    words = shlex.split(command)
-    if words[0].startswith("TRITON_INTERPRET="):
-        environment["TRITON_INTERPRET"] = words.pop(0).partition("=")[2]
     if "plot_traps" in command:
         pytest.importorskip("matplotlib")
-        words += ["--out", str(tmp_path)]
-    if words[0] == "python":
-        words[0] = sys.executable
-    if words[0] == "./run_tests.sh":
+        command += f" --out {tmp_path}"
+    if command.startswith("./run_tests.sh"):
         # Not the tests within the tests: that they are found, and that there are some.
-        words += ["--collect-only", "-q"]
-    result = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+        command += " --collect-only -q"
+    result = run(command)
+    assert result.returncode == 0, command + "\n" + result.stdout + result.stderr
 
 
 def test_the_readme_has_the_two_commands():
@@ -80,6 +88,41 @@ def test_the_sample_run_has_todays_form():
     assert re.fullmatch("\n".join(form) + "\n", result.stdout)
 
 
+def test_the_set_up_prints_the_readmes_sizes():
+    sizes = re.findall(r"\d[\d.]* GB", README.partition("\n## ")[0])
+    assert len(sizes) == 2
+    assert [size for size in sizes if size not in (ROOT / "run_all.sh").read_text()] == []
+
+
+ROW = r"^\| (20\.\d\.\d|question \d) \| `(.*?)` \| `(.*?)` \| `(.*?)` \| (.*?) ?\|$"
+MAP = re.findall(ROW, README, re.MULTILINE)
+
+
+def test_the_map_has_each_worked_example_and_self_check_question():
+    examples = re.findall(r"=== Worked Example (.*?) ===", "".join(BOOK.values()))
+    questions = [f"question {number}" for number in range(1, 6)]
+    assert [place for place, *_ in MAP] == examples + questions
+
+
+@pytest.fixture(scope="module")
+def tests():
+    """The names of all tests, one a line."""
+    return run("./run_tests.sh --collect-only -q").stdout
+
+
+@pytest.mark.parametrize("place, command, line, test, picture", MAP, ids=[row[0] for row in MAP])
+def test_the_map(place, command, line, test, picture, tests):
+    printed = run(command).stdout.splitlines()
+    if command.startswith("python"):
+        (script,) = [s for s in SCRIPTS if name_of(s) in command]
+        book = expected_file(script).read_text() + BOOK[name_of(script)]
+        assert line in printed and line in book.splitlines()
+    else:
+        assert any(line in verdict for verdict in printed)
+    assert re.search(rf"::\w*{test}", tests)
+    assert picture == "" or re.fullmatch(r"\[(\w+)\]\(beyond/figures/\1\.png\)", picture)
+
+
 EXERCISES = re.findall(r"^\| (\d) \| (\d\d): (.*?) \| (.*?) \|$", README, re.MULTILINE)
 
 
@@ -87,9 +130,12 @@ def test_there_is_an_exercise_for_each_self_check_question():
     assert [question for question, *_ in EXERCISES] == ["1", "2", "3", "4", "5"]
 
 
-@pytest.mark.parametrize("question, script, edits, outcome", EXERCISES)
+@pytest.mark.parametrize(
+    "question, script, edits, outcome", EXERCISES, ids=[row[0] for row in EXERCISES]
+)
 def test_exercise(question, script, edits, outcome, tmp_path):
-    (name,) = [s for s in SCRIPTS if s.name.startswith(script)]
+    script = f"chapter20/{script}"
+    (name,) = [s for s in SCRIPTS if name_of(s).startswith(script)]
     source = name.read_text()
     for old, new in re.findall(r"`(.*?)` to `(.*?)`", edits):
         assert old in source

@@ -171,6 +171,28 @@ def test_the_same_run_writes_the_same_file(plots, monkeypatch, tmp_path, capsys)
     assert capsys.readouterr().out.startswith("eps: ")
 
 
+@pytest.mark.skipif(not INTERPRET, reason="a GPU is in use: its times replace the picture's")
+def test_without_a_gpu_the_pictures_with_a_gpus_figures_are_left_alone(
+    plots, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(plots, "ROOT", tmp_path)
+    pictures = [tmp_path / "beyond/figures" / f"{name}.png" for name in ("traffic", "tf32")]
+    pictures[0].parent.mkdir(parents=True)
+    for picture in pictures:
+        picture.write_text("a GPU's")
+    monkeypatch.setattr(sys, "argv", ["plot_traps.py", "traffic", "tf32"])
+    plots.main()
+    assert [picture.read_text() for picture in pictures] == ["a GPU's", "a GPU's"]
+    traffic, tf32 = capsys.readouterr().out.splitlines()
+    assert traffic.startswith(f"traffic: skipped, {pictures[0]} has a GPU's times: --out DIR ")
+    assert tf32.startswith("tf32: skipped, it needs a GPU: ")
+
+    monkeypatch.setattr(sys, "argv", ["plot_traps.py", "traffic", "--out", str(tmp_path)])
+    plots.main()
+    assert capsys.readouterr().out == f"traffic: {tmp_path / 'traffic.png'}\n"
+    assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_an_unknown_figure_is_an_error(plots, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["plot_traps.py", "epsilon", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
@@ -187,8 +209,9 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == "plot_traps.py needs matplotlib: pip install matplotlib\n"
+    assert (run.returncode, run.stdout) == (1, "")
+    install = f"{sys.executable} -m pip install matplotlib"
+    assert run.stderr == f"plot_traps.py needs matplotlib: {install}\n"
 
 
 @pytest.mark.parametrize("name", NAMES)

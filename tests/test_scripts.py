@@ -7,7 +7,7 @@ import sys
 import types
 
 import pytest
-from scripts import INTERPRET, SCRIPTS, expected_file, load, name_of
+from scripts import INTERPRET, ROOT, SCRIPTS, expected_file, load, name_of
 
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 
@@ -52,12 +52,14 @@ def test_without_a_gpu_the_interpreter_runs_whatever_triton_interpret_said(tmp_p
     assert (result.returncode, result.stdout) == (0, expected_file(SCRIPTS[0]).read_bytes())
 
 
-@every_script
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "beyond/plot_traps.py"], ids=name_of)
 def test_a_python_without_torch_is_told_what_to_run(script):
     # -S leaves site-packages out, and torch with them.
     result = subprocess.run([sys.executable, "-S", "-E", script], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, "")
-    assert re.fullmatch(r"No module named 'torch': \./run_all\.sh .*\n", result.stderr)
+    assert re.fullmatch(
+        r"No module named 'torch': \./run_all\.sh .*, \.venv/bin/python\n", result.stderr
+    )
 
 
 def device_lines(script):
