@@ -39,4 +39,5 @@ fi
 # A relative PYTHON would be another one there.
 [[ $python != */* || $python == /* ]] || python=$PWD/$python
 cd "$root" || die "cannot enter $root"
+(($# > 0)) || set -- -n 2 --dist loadfile # all of them: two files at a time
 "$python" -m pytest "$@"

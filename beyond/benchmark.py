@@ -27,15 +27,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 try:
-    import matplotlib
     import torch
     import triton
-    from matplotlib.figure import Figure
-    from torch.nn.functional import gelu, layer_norm, linear
-    from triton.testing import do_bench
 except ModuleNotFoundError as error:
-    print(f"benchmark.py needs {error.name}: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    sys.exit(f"benchmark.py needs {error.name}: {sys.executable} -m pip install {error.name}")
+
+from torch.nn.functional import gelu, layer_norm, linear
+from triton.testing import do_bench
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "beyond/results"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from scripts import ROOT, SCRIPTS, expected_file, name_of
 from test_worked_examples import BOOK
 
@@ -29,7 +30,7 @@ def commands(text):
 
 # Numbered, not named: pytest's -k looks at these too, and is in some of the commands.
 COMMANDS = [
-    pytest.param(command, id=f"{document.name}, command {number}")
+    pytest.param(command, id=f"{name_of(document)}, command {number}")
     for document, text in TEXT.items()
     for number, command in enumerate(commands(text), 1)
 ]
@@ -56,7 +57,13 @@ def test_command_works(command, tmp_path):
     if command.startswith("./run_tests.sh"):
         # Not the tests within the tests: that they are found, and that there are some.
         command += " --collect-only -q"
+    if "benchmark" in command:
+        command += f" --quick --out {tmp_path}"
     result = run(command)
+    if "benchmark" in command and not torch.cuda.is_available():
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr == "benchmark.py needs a GPU: torch sees none\n"
+        return
     assert result.returncode == 0, command + "\n" + result.stdout + result.stderr
 
 
@@ -65,7 +72,7 @@ def test_the_readme_has_the_two_commands():
     assert "python beyond/plot_traps.py" in commands(README)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_and_images_resolve(document):
     links = re.findall(r"\]\(([^)\s]+)\)", TEXT[document])
     for link in links:
