@@ -1,0 +1,309 @@
+"""Section 20.1's fused linear layer at matmul speed: gelu(linear(x, weight, bias)), exact, forward.
+
+    from fast_linear_gelu import fast_linear_gelu
+
+The file stands alone. linear_gelu_kernel is the chapter's kernel on the tensor cores: each dtype in
+its own precision, tiles in grouped order. linear_gelu_tma_kernel keeps its programs running from
+tile to tile and lets the tensor memory accelerator (TMA) fetch and store them. half_gelu is the
+exact GELU at a third of erf's instructions, to the accuracy that 16-bit outputs hold.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ModuleNotFoundError:  # an older triton: the step without descriptors
+    TensorDescriptor = None
+
+GROUP_M = 8
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def tile_of(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile, GROUP_M rows at a time: what runs together shares x and w in L2."""
+    first = tile // (GROUP_M * num_n) * GROUP_M
+    height = tl.minimum(num_m - first, GROUP_M)
+    rest = tile % (GROUP_M * num_n)
+    return first + rest % height, rest // height
+
+
+@triton.jit
+def half_gelu(y, GELU: tl.constexpr):
+    """gelu(2 * y), for an output of 16 bits.
+
+    With u = |y|, gelu(2 * y) = y + u * (1 - 2 * Phi(-2 * u)), and log2(2 * Phi(-2 * u)) is close to
+    a polynomial in u: of degree 5 and fitted on [0, 2.8], weighted by what an output may be off,
+    2**-12 of its value + 1e-7. Its leading coefficient is negative: beyond the fit 2**p goes to 0,
+    as it should. Absolute error before the output is rounded: 7.5e-6, at x = 0.97.
+    """
+    u = tl.abs(y)
+    p = u * -0.011509988456964493 + 0.0991695374250412
+    p = p * u - 0.39554065465927124
+    p = p * u - 1.8502509593963623
+    p = p * u - 2.299699306488037
+    p = p * u - 8.312991849379614e-05
+    if GELU == "ptx":  # tl.exp2 takes three more instructions, for results below 2**-126
+        tail = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [p], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        tail = tl.exp2(p)
+    return u * (1.0 - tail) + y
+
+
+@triton.jit
+def bias_and_gelu(acc, bias, GELU: tl.constexpr):
+    """gelu(acc + bias): GELU is "erf", or half_gelu's "exp2" or "ptx"."""
+    if GELU == "erf":
+        acc += bias[None, :]
+        return acc * 0.5 * (1.0 + tl.erf(acc * 0.7071067811865476))  # 1 / sqrt(2)
+    return half_gelu(acc * 0.5 + (bias * 0.5)[None, :], GELU)  # one multiply-add; halving is exact
+
+
+@triton.jit
+def linear_gelu_kernel(
+    x_ptr,  # (M, K) input
+    w_ptr,  # (N, K) weight
+    bias_ptr,  # (N,) bias, contiguous, or None
+    out_ptr,  # (M, N) output, contiguous
+    M: tl.int64,  # int64: k + BLOCK_K passes 2**31 where K is just below
+    N: tl.int64,
+    K: tl.int64,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    PRECISION: tl.constexpr,
+    GELU: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K).to(tl.int64)
+    step = tl.full((), BLOCK_K, tl.int64)
+    x_ptrs = x_ptr + rows[:, None] * stride_xm + ks[None, :] * stride_xk
+    w_ptrs = w_ptr + cols[None, :] * stride_wn + ks[:, None] * stride_wk
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = tl.load(x_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0.0)
+        w = tl.load(w_ptrs, mask=(cols[None, :] < N) & (ks[:, None] < K - k), other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        x_ptrs += step * stride_xk
+        w_ptrs += step * stride_wk
+
+    bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+    tl.store(
+        out_ptr + rows[:, None] * N + cols[None, :],
+        bias_and_gelu(acc, bias, GELU).to(out_ptr.dtype.element_ty),
+        mask=(rows[:, None] < M) & (cols[None, :] < N),
+    )
+
+
+@triton.jit
+def linear_gelu_tma_kernel(
+    x_desc,  # (M, K) input, in blocks of (BLOCK_M, BLOCK_K); zeros lie beyond its edges
+    w_desc,  # (N, K) weight, in blocks of (BLOCK_N, BLOCK_K)
+    out_desc,  # (M, N) output, in blocks of (BLOCK_M, BLOCK_N // 2)
+    bias_ptr,  # (N,) bias, contiguous, or None
+    M,
+    N,
+    K,
+    PRECISION: tl.constexpr,
+    GELU: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,  # one loop over all tiles' blocks: the next tile's loads start early
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        pid_m, pid_n = tile_of(tile, num_m, num_n, GROUP_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(tl.cdiv(K, BLOCK_K)):
+            x = x_desc.load([pid_m * BLOCK_M, k * BLOCK_K])
+            w = w_desc.load([pid_n * BLOCK_N, k * BLOCK_K])
+            acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
+
+        # Half the columns at a time: half the shared memory, so that two programs fit an SM, and
+        # one multiplies while the other is here.
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
+        cols = pid_n * BLOCK_N + tl.arange(0, HALF_N)
+        bias_left = tl.zeros((HALF_N,), dtype=tl.float32)
+        bias_right = tl.zeros((HALF_N,), dtype=tl.float32)
+        if bias_ptr is not None:
+            bias_left += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+            bias_right += tl.load(bias_ptr + cols + HALF_N, mask=cols + HALF_N < N, other=0.0)
+        left = bias_and_gelu(left, bias_left, GELU).to(out_desc.dtype)
+        out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N], left)
+        right = bias_and_gelu(right, bias_right, GELU).to(out_desc.dtype)
+        out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N + HALF_N], right)
+
+
+INTERPRET = not isinstance(linear_gelu_kernel, triton.JITFunction)
+DEVICE = "cpu" if INTERPRET else "cuda"
+
+
+@functools.cache
+def gpu(device):
+    """A GPU's compute capability, (0, 0) where it is not NVIDIA's, and its number of SMs."""
+    if INTERPRET:
+        return (0, 0), 1
+    found = torch.cuda.get_device_properties(device)
+    nvidia = torch.version.hip is None
+    return (found.major, found.minor) if nvidia else (0, 0), found.multi_processor_count
+
+
+def takes_tma(tensor):
+    """Whether a matrix can have a descriptor: rows of 16-byte steps, dense, and none empty."""
+    row, column = tensor.stride()
+    return (
+        column == 1
+        and row >= tensor.shape[1] > 0
+        and row * tensor.element_size() % 16 == 0
+        and tensor.data_ptr() % 16 == 0
+        and max(tensor.shape) < 2**31 - 256  # the kernel's indices are int32
+    )
+
+
+def choose(M, N, dtype, capability, sms, tma):
+    """The kernel, its (BLOCK_M, BLOCK_N, BLOCK_K), num_warps and num_stages.
+
+    tma says whether the tensors can have descriptors. Measured on an H200 (132 SMs, torch 2.11,
+    triton 3.6), as M, K, N; in milliseconds, GELU and all:
+
+    float32            linear_gelu_tma_kernel, 3 stages            cuBLAS alone, then with GELU
+                       128x64x32   64x128x32   128x128x32, 8 warps
+    4096, 768, 3072      0.259       0.278       0.284               0.391    0.416
+    8192, 1024, 4096     0.867       0.943       0.955               1.387    1.451
+    8192, 4096, 16384   12.95       14.36       14.79               21.56    21.80
+
+    bfloat16           128x128x64  not flat    128x256x64, 8 warps
+    4096, 768, 3072      0.0373      0.0384      0.0416              0.0340   0.0513
+    8192, 1024, 4096     0.112       0.114       0.120               0.0999   0.146
+    8192, 4096, 16384      -         1.627       1.710               1.637    1.856
+    8192, 8192, 8192       -         1.632       1.651               1.588    1.702
+
+    16, 768, 3072      linear_gelu_kernel: bfloat16 at 16x32x128 0.0071, 16x64x128 0.0076, eager
+    0.0109; float32 at 16x32x64 0.0126, 16x32x128 0.0118 but twice the error, eager 0.0226.
+
+    No other GPU was measured: elsewhere the tiles are such as fit shared memory and
+    registers.
+    """
+    half = dtype != torch.float32
+    BLOCK_N = 128 if half else 64
+    large = 2 * triton.cdiv(M, 128) * triton.cdiv(N, BLOCK_N) >= sms  # enough for half the SMs
+    # 9 and 10 have the 227 KiB of shared memory that two programs of this take; 12 has 99.
+    if tma and capability[0] in (9, 10) and large:
+        return linear_gelu_tma_kernel, (128, BLOCK_N, 64 if half else 32), 4, 3
+    if capability < (8, 0):
+        step = (32, 32, 32), 4, 2
+    elif M <= 32:
+        step = ((16, 32, 128), 4, 5) if half else ((16, 32, 64), 4, 8)
+    elif half and large:
+        step = (128, 128, 32), 8, 4
+    else:
+        step = ((64, 64, 64), 4, 4) if half else ((64, 64, 32), 4, 3)
+    return linear_gelu_kernel, *step
+
+
+def describe(tensor):
+    """A tensor's dtype, and what else about it keeps a kernel from its values."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return str(type(tensor))
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"{tensor.dtype} ({'nested' if tensor.is_nested else tensor.layout})"
+    return f"{tensor.dtype} (a view that negates)" if tensor.is_neg() else str(tensor.dtype)
+
+
+def check(**tensors):
+    """Check that the tensors are what the kernels take; the errors are fast_linear_gelu's."""
+    found = {name: describe(t) for name, t in tensors.items()}
+    if len(set(found.values())) > 1 or found["x"] not in map(str, DTYPES):
+        found = ", ".join(f"{name} {what}" for name, what in found.items())
+        raise TypeError(f"expected dense tensors, all float32, float16 or bfloat16, got {found}")
+    if len({t.device for t in tensors.values()}) > 1 or tensors["x"].device.type != DEVICE:
+        found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
+        raise ValueError(f"expected tensors on one {DEVICE} device, got {found}")
+    x, weight = tensors["x"], tensors["weight"]
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+    if x.dim() == 0 or weight.dim() not in (1, 2) or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"expected x (..., K) and weight (N, K) or (K,), got {shapes}")
+    if "bias" in tensors and tensors["bias"].shape != weight.shape[:-1]:
+        raise ValueError(f"expected bias {tuple(weight.shape[:-1])}, got {shapes}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+        found = " and ".join(name for name, t in tensors.items() if t.requires_grad)
+        raise RuntimeError(f"forward only, but {found} requires grad: use torch.no_grad()")
+
+
+def fast_linear_gelu(x, weight, bias=None):
+    """gelu(linear(x, weight, bias)) with the exact (erf) GELU; forward only (Section 20.1).
+
+    x is (..., K), weight (N, K), bias (N,) or None, as for torch.nn.functional.linear; a weight of
+    (K,) and a bias of () make one column, which the output then lacks. All float32, float16 or
+    bfloat16, on one device, of any strides; empty ones too. Returns a new, contiguous (..., N)
+    tensor of their dtype. Sums and GELU are in float32, and nothing is rounded in between.
+
+    Copied are only an x whose leading dimensions are no one stride apart, and a strided bias.
+
+    Raises TypeError for another dtype or two, another layout, and subclasses of torch.Tensor;
+    ValueError for two devices and for shapes that do not chain; RuntimeError where one of the
+    tensors requires grad and grad mode is on.
+    """
+    check(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    out = torch.empty(x.shape[:-1] + weight.shape[:-1], device=x.device, dtype=x.dtype)
+    if out.numel() == 0:
+        return out
+    K = x.shape[-1]
+    N = weight.shape[0] if weight.dim() == 2 else 1
+    M = out.numel() // N
+    x, weight, output = x.reshape(M, K), weight.reshape(N, K), out.view(M, N)
+    bias = None if bias is None else bias.contiguous()
+
+    capability, sms = gpu(x.device)
+    tma = TensorDescriptor is not None and all(map(takes_tma, (x, weight, output)))
+    kernel, tile, num_warps, num_stages = choose(M, N, x.dtype, capability, sms, tma)
+    half = x.dtype != torch.float32
+    constants = {
+        # TF32 three times, for the high and the low part of each: float32's accuracy, and faster.
+        "PRECISION": "ieee" if half or capability < (8, 0) else "tf32x3",
+        "GELU": "erf" if not half else "exp2" if capability == (0, 0) or INTERPRET else "ptx",
+        "GROUP_M": GROUP_M,
+        "BLOCK_M": tile[0],
+        "BLOCK_N": tile[1],
+        "BLOCK_K": tile[2],
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+    programs = triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
+    if kernel is linear_gelu_kernel:
+        launch(kernel, programs, x, weight, bias, output, M, N, K, *x.stride(), *weight.stride(),
+               **constants)  # fmt: skip
+        return out
+    descriptors = (
+        TensorDescriptor.from_tensor(x, [tile[0], tile[2]]),
+        TensorDescriptor.from_tensor(weight, [tile[1], tile[2]]),
+        TensorDescriptor.from_tensor(output, [tile[0], tile[1] // 2]),
+    )
+    launch(kernel, min(programs, 2 * sms), *descriptors, bias, M, N, K, FLATTEN=half, **constants)
+    return out
+
+
+def launch(kernel, programs, *arguments, **options):
+    # Triton launches on the current GPU, which need not be the tensors'; None of the CPU's.
+    tensor = arguments[0]
+    tensor = tensor if isinstance(tensor, torch.Tensor) else tensor.base
+    with torch.cuda.device_of(tensor):
+        kernel[(programs,)](*arguments, **options)
