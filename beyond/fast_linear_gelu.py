@@ -20,6 +20,7 @@ except ModuleNotFoundError:  # an older triton: the step without descriptors
     TensorDescriptor = None
 
 GROUP_M = 8
+TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -221,31 +222,61 @@ def choose(M, N, dtype, capability, sms, tma):
 
 def describe(tensor):
     """A tensor's dtype, and what else about it keeps a kernel from its values."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in TENSORS:
         return str(type(tensor))
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"{tensor.dtype} ({'nested' if tensor.is_nested else tensor.layout})"
     return f"{tensor.dtype} (a view that negates)" if tensor.is_neg() else str(tensor.dtype)
 
 
-def check(**tensors):
-    """Check that the tensors are what the kernels take; the errors are fast_linear_gelu's."""
-    found = {name: describe(t) for name, t in tensors.items()}
-    if len(set(found.values())) > 1 or found["x"] not in map(str, DTYPES):
-        found = ", ".join(f"{name} {what}" for name, what in found.items())
-        raise TypeError(f"expected dense tensors, all float32, float16 or bfloat16, got {found}")
-    if len({t.device for t in tensors.values()}) > 1 or tensors["x"].device.type != DEVICE:
-        found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
-        raise ValueError(f"expected tensors on one {DEVICE} device, got {found}")
-    x, weight = tensors["x"], tensors["weight"]
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+def check(*tensors):
+    """Check that x, weight and bias, if any, are what the kernels take; name what is not."""
+
+    def refuse(error, expected, what):
+        pairs = zip(("x", "weight", "bias"), tensors, strict=False)
+        raise error(f"expected {expected}, got {', '.join(f'{n} {what(t)}' for n, t in pairs)}")
+
+    x, weight, *bias = tensors
+    for t in tensors:
+        usable = type(t) in TENSORS and t.layout == torch.strided and not t.is_nested
+        if not usable or t.dtype not in DTYPES or t.dtype != x.dtype or t.is_neg():
+            refuse(TypeError, "dense tensors, all float32, float16 or bfloat16", describe)
+    if x.device.type != DEVICE or any(t.device != x.device for t in tensors):
+        refuse(ValueError, f"tensors on one {DEVICE} device", lambda t: f"on {t.device}")
     if x.dim() == 0 or weight.dim() not in (1, 2) or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"expected x (..., K) and weight (N, K) or (K,), got {shapes}")
-    if "bias" in tensors and tensors["bias"].shape != weight.shape[:-1]:
-        raise ValueError(f"expected bias {tuple(weight.shape[:-1])}, got {shapes}")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
-        found = " and ".join(name for name, t in tensors.items() if t.requires_grad)
-        raise RuntimeError(f"forward only, but {found} requires grad: use torch.no_grad()")
+        expected = "x (..., K) and weight (N, K) or (K,)"
+        refuse(ValueError, expected, lambda t: tuple(t.shape))
+    if bias and bias[0].shape != weight.shape[:-1]:
+        refuse(ValueError, f"bias {tuple(weight.shape[:-1])}", lambda t: tuple(t.shape))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        expected = "tensors without grad, or torch.no_grad(): this is forward only"
+        refuse(RuntimeError, expected, lambda t: f"requires_grad={t.requires_grad}")
+
+
+@functools.lru_cache(1024)
+def plan(M, N, dtype, device, tma):
+    """What to launch: the kernel, how many programs, and the kernel's constants and options."""
+    capability, sms = gpu(device)
+    kernel, (BLOCK_M, BLOCK_N, BLOCK_K), num_warps, num_stages = choose(
+        M, N, dtype, capability, sms, tma
+    )
+    half = dtype != torch.float32
+    options = {
+        # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
+        "PRECISION": "ieee" if half or capability < (8, 0) else "tf32x3",
+        "GELU": "erf" if not half else "exp2" if capability == (0, 0) or INTERPRET else "ptx",
+        "GROUP_M": GROUP_M,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": BLOCK_K,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+    programs = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
+    if kernel is linear_gelu_tma_kernel:
+        programs = min(programs, 2 * sms)
+        options["FLATTEN"] = half
+    return kernel, programs, options
 
 
 def fast_linear_gelu(x, weight, bias=None):
@@ -262,7 +293,7 @@ def fast_linear_gelu(x, weight, bias=None):
     ValueError for two devices and for shapes that do not chain; RuntimeError where one of the
     tensors requires grad and grad mode is on.
     """
-    check(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    check(x, weight, *(() if bias is None else (bias,)))
     out = torch.empty(x.shape[:-1] + weight.shape[:-1], device=x.device, dtype=x.dtype)
     if out.numel() == 0:
         return out
@@ -270,40 +301,24 @@ def fast_linear_gelu(x, weight, bias=None):
     N = weight.shape[0] if weight.dim() == 2 else 1
     M = out.numel() // N
     x, weight, output = x.reshape(M, K), weight.reshape(N, K), out.view(M, N)
-    bias = None if bias is None else bias.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
 
-    capability, sms = gpu(x.device)
-    tma = TensorDescriptor is not None and all(map(takes_tma, (x, weight, output)))
-    kernel, tile, num_warps, num_stages = choose(M, N, x.dtype, capability, sms, tma)
-    half = x.dtype != torch.float32
-    constants = {
-        # TF32 three times, for the high and the low part of each: float32's accuracy, and faster.
-        "PRECISION": "ieee" if half or capability < (8, 0) else "tf32x3",
-        "GELU": "erf" if not half else "exp2" if capability == (0, 0) or INTERPRET else "ptx",
-        "GROUP_M": GROUP_M,
-        "BLOCK_M": tile[0],
-        "BLOCK_N": tile[1],
-        "BLOCK_K": tile[2],
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
-    programs = triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
-    if kernel is linear_gelu_kernel:
-        launch(kernel, programs, x, weight, bias, output, M, N, K, *x.stride(), *weight.stride(),
-               **constants)  # fmt: skip
-        return out
-    descriptors = (
-        TensorDescriptor.from_tensor(x, [tile[0], tile[2]]),
-        TensorDescriptor.from_tensor(weight, [tile[1], tile[2]]),
-        TensorDescriptor.from_tensor(output, [tile[0], tile[1] // 2]),
-    )
-    launch(kernel, min(programs, 2 * sms), *descriptors, bias, M, N, K, FLATTEN=half, **constants)
+    tma = TensorDescriptor is not None and takes_tma(x) and takes_tma(weight) and takes_tma(output)
+    kernel, programs, options = plan(M, N, x.dtype, x.device, tma)
+    if kernel is linear_gelu_tma_kernel:
+        BLOCK_M, BLOCK_N, BLOCK_K = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
+        x_desc = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
+        w_desc = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
+        out_desc = TensorDescriptor.from_tensor(output, [BLOCK_M, BLOCK_N // 2])
+        arguments = x_desc, w_desc, out_desc, bias, M, N, K
+    else:
+        arguments = x, weight, bias, output, M, N, K, *x.stride(), *weight.stride()
+    launch(x.device, kernel, programs, arguments, options)
     return out
 
 
-def launch(kernel, programs, *arguments, **options):
-    # Triton launches on the current GPU, which need not be the tensors'; None of the CPU's.
-    tensor = arguments[0]
-    tensor = tensor if isinstance(tensor, torch.Tensor) else tensor.base
-    with torch.cuda.device_of(tensor):
+def launch(device, kernel, programs, arguments, options):
+    # Triton launches on the current GPU, which need not be the tensors'.
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: no effect
         kernel[(programs,)](*arguments, **options)

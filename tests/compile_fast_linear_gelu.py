@@ -43,6 +43,7 @@ def launches_on(target):
         stack.enter_context(mock.patch.object(JITFunction, "run", record))
         stack.enter_context(mock.patch.object(fast, "DEVICE", "cpu"))
         stack.enter_context(mock.patch.object(fast, "gpu", lambda device: (capability, 132)))
+        fast.plan.cache_clear()
         for M, dtype in CASES:
             x, weight, bias = (torch.empty(s, dtype=dtype) for s in [(M, 768), (3072, 768), 3072])
             fast.fast_linear_gelu(x, weight, bias)
