@@ -200,8 +200,8 @@ def choose(M, N, dtype, capability, sms, tma):
     16, 768, 3072      linear_gelu_kernel: bfloat16 at 16x32x128 0.0071, 16x64x128 0.0076, eager
     0.0109; float32 at 16x32x64 0.0126, 16x32x128 0.0118 but twice the error, eager 0.0226.
 
-    No other GPU was measured: elsewhere the tiles are such as fit shared memory and
-    registers.
+    Not measured: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
+    There the tiles are such as fit shared memory and registers.
     """
     half = dtype != torch.float32
     BLOCK_N = 128 if half else 64
