@@ -205,7 +205,8 @@ def choose(M, N, dtype, capability, sms, tma):
     """
     half = dtype != torch.float32
     BLOCK_N = 128 if half else 64
-    large = 2 * triton.cdiv(M, 128) * triton.cdiv(N, BLOCK_N) >= sms  # enough for half the SMs
+    # Enough tiles for half the SMs, of which not most of the rows are empty.
+    large = M > 32 and 2 * triton.cdiv(M, 128) * triton.cdiv(N, BLOCK_N) >= sms
     # 9 and 10 have the 227 KiB of shared memory that two programs of this take; 12 has 99.
     if tma and capability[0] in (9, 10) and large:
         return linear_gelu_tma_kernel, (128, BLOCK_N, 64 if half else 32), 4, 3

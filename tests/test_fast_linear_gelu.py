@@ -276,7 +276,7 @@ def test_tensors_of_more_than_2_to_the_31_elements(K):
     M = 2**31 // K + 130
     x = torch.empty(M, K, device=DEVICE, dtype=torch.float16).normal_()
     last = slice(M - 140, M)  # past 2**31
-    few = x[:8].clone()
+    few = x[:40].clone()  # enough rows for descriptors
     assert_right(fast_linear_gelu(x, few)[last], x[last], few)
     wide = fast_linear_gelu(few, x)
     assert_right(wide[:, last].contiguous(), few, x[last])
@@ -389,6 +389,8 @@ H200 = ((9, 0), 132)
         ((4096, 3072), torch.float16, H200, False, (PLAIN, (128, 128, 32), 8, 4)),
         ((4096, 3072), torch.float32, H200, False, (PLAIN, (64, 64, 32), 4, 3)),
         ((16, 3072), torch.bfloat16, H200, True, (PLAIN, (16, 32, 128), 4, 5)),
+        ((32, 65536), torch.bfloat16, H200, True, (PLAIN, (16, 32, 128), 4, 5)),
+        ((33, 65536), torch.bfloat16, H200, True, (TMA, (128, 128, 64), 4, 3)),
         ((16, 3072), torch.float32, H200, True, (PLAIN, (16, 32, 64), 4, 8)),
         ((64, 3072), torch.bfloat16, H200, True, (PLAIN, (64, 64, 64), 4, 4)),
         ((4096, 3072), torch.bfloat16, ((10, 0), 148), True, (TMA, (128, 128, 64), 4, 3)),
