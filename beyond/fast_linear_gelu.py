@@ -5,7 +5,7 @@
 The file stands alone. linear_gelu_kernel is the chapter's kernel on the tensor cores: each dtype in
 its own precision, tiles in grouped order. linear_gelu_tma_kernel keeps its programs running from
 tile to tile and lets the tensor memory accelerator (TMA) fetch and store them. half_gelu is the
-exact GELU at a third of erf's instructions, to the accuracy that 16-bit outputs hold.
+exact GELU by a polynomial and one exp2 in place of erf, as accurate as 16-bit outputs can hold.
 """
 
 import functools
