@@ -1,0 +1,281 @@
+"""beyond/fast_layernorm.py: what it takes, what it returns, and what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+import watched
+from scripts import DEVICE, INTERPRET, load
+from torch.nn.functional import layer_norm
+
+fast = load("beyond/fast_layernorm.py")
+fast_layernorm = fast.fast_layernorm
+on_a_gpu = pytest.mark.skipif(INTERPRET, reason="needs a GPU")
+interpreted = pytest.mark.skipif(not INTERPRET, reason="on a GPU no kernel can be watched")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Of the relative error. Triton's interpreter adds one value after the other, and rounds to bf16
+# wrongly.
+LIMIT = {
+    torch.float32: 2e-6 if INTERPRET else 4e-7,
+    torch.float16: 4e-4,
+    torch.bfloat16: 6e-3 if INTERPRET else 3e-3,
+}
+# All the ways that choose() decides, on either side of each of its limits.
+LENGTHS = [1, 2, 31, 64, 65, 512, 513, 768, 1025, 3000]
+LONG = [
+    1024,
+    2048,
+    5120,
+    8192,
+    9000,
+    12288,
+    16384,
+    20480,
+    24576,
+    32768,
+    32769,
+    40960,
+    65535,
+    65536,
+    65537,
+    2**17 + 8,
+    2**20,
+]
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def exact(x, weight=None, bias=None, eps=1e-5):
+    """LayerNorm in float64."""
+    weight, bias = (t if t is None else t.double() for t in (weight, bias))
+    return layer_norm(x.double(), x.shape[-1:], weight, bias, eps)
+
+
+def error(y, expected):
+    """The relative error in the Frobenius norm."""
+    return ((y.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+
+
+def assert_right(x, weight=None, bias=None, eps=1e-5):
+    """fast_layernorm's shape, dtype and values, within what rounding to x's dtype explains."""
+    y = fast_layernorm(x, weight, bias, eps)
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+    assert y.is_contiguous()
+    assert error(y, exact(x, weight, bias, eps)) < LIMIT[x.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", LENGTHS + LONG)
+def test_rows_of_every_length(N, dtype):
+    if INTERPRET and N > 3000:
+        pytest.skip("needs a GPU: the interpreter is slow")
+    M = 37 if N < 100 else 2
+    assert_right(random(M, N, dtype=dtype), random(N, seed=1, dtype=dtype), random(N, seed=2))
+
+
+def in_chunks(*_):
+    return fast.layernorm_chunks_kernel, 1, {"BLOCK_N": 256}, {"num_warps": 8}
+
+
+@pytest.mark.parametrize("N", [1, 256, 700])
+def test_a_row_in_chunks(N, monkeypatch):
+    monkeypatch.setattr(fast, "choose", in_chunks)
+    monkeypatch.setattr(fast, "_launches", {})
+    assert_right(random(3, N) + 100, random(N, seed=1))
+
+
+def layouts(M, N):
+    """x of two or more dimensions, its rows contiguous or not, by the layout's name."""
+    wide, tall = random(M, N + 8, seed=3), random(2 * M, N, seed=4)
+    return {
+        "contiguous": random(M, N),
+        "one row": random(N),
+        "four dimensions": random(2, 3, M, N),
+        "no rows": random(0, N),
+        "rows of none": random(M, 0),
+        "none of either": random(0, 3, 0),
+        "columns of a wider": wide[:, :N],
+        "columns of a wider, unaligned": wide[:, 3 : 3 + N],
+        "every other row": tall[::2],
+        "rows of a transposed": random(3, M, N, seed=5).transpose(0, 1),
+        "transposed": random(N, M, seed=6).T,
+        "every other column": random(M, 2 * N, seed=7)[:, ::2],
+        "one row, expanded": random(N, seed=8).expand(M, N),
+        "one column, expanded": random(M, 1, seed=9).expand(M, N),
+        "negated view": torch.complex(wide, -wide).conj().imag[:, :N],
+        "channels last": random(2, M, 3, N).to(memory_format=torch.channels_last),
+    }
+
+
+@pytest.mark.parametrize("N", [33, 520])
+@pytest.mark.parametrize("name", layouts(2, 2))
+def test_every_layout(name, N):
+    x = layouts(3, N)[name]
+    if x.numel() == 0:
+        y = fast_layernorm(x)
+        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+        return
+    before = x.clone()
+    weight, bias = random(2 * N, seed=1)[::2], random(N + 1, seed=2)[1:]
+    for parameters in [(weight, bias), (weight, None), (None, bias), (None, None)][
+        : 4 if N < 64 else 1
+    ]:
+        for _ in range(1 if INTERPRET else 2):  # on a GPU the second launch is launch_again's
+            assert_right(x, *parameters)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("other", DTYPES, ids=str)
+def test_weight_and_bias_of_another_dtype(dtype, other):
+    x, weight, bias = random(6, 96, dtype=dtype), random(96, dtype=other), random(96, seed=1)
+    assert_right(x, weight, bias)
+    assert_right(x, bias, weight)
+
+
+def test_each_call_takes_its_own_values():
+    x, weight, bias = random(4, 64), random(64, seed=1), random(64, seed=2)
+    for seed in range(3):
+        x = random(4, 64, seed=seed)
+        assert_right(x, weight, bias, eps=10.0**-seed)
+        assert_right(x, bias, weight, eps=1)
+        assert_right(x, None, weight)
+
+
+VALUES = {
+    "ordinary": lambda x: x,
+    "mean 1e4 times the deviation": lambda x: x + 1e4,
+    "1e19": lambda x: x * 1e19,
+    "1e-30": lambda x: x * 1e-30,
+    "denormal": lambda x: x * 1e-40,
+    "constant": lambda x: torch.full_like(x, 1234.567),
+    "constant, negative": lambda x: torch.full_like(x, -0.1),
+    "one outlier": lambda x: x.index_fill(1, torch.zeros(1, dtype=torch.long, device=DEVICE), 1e6),
+}
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("N", [100, 256, 768])
+def test_error_in_float32(N, kind, eps):
+    x = VALUES[kind](random(8 if N < 600 else 2, N))
+    assert_no_worse_than_torch(x, eps, floor=5e-6)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("N", [64, 100, 512, 768, 1024, 4096, 5120, 10000, 32768, 65536, 2**17])
+def test_error_is_at_most_a_twentieth_above_torchs(N, kind, eps, dtype):
+    x = VALUES[kind](random(max(2**22 // N, 64), N)).to(dtype)
+    assert_no_worse_than_torch(x, eps, random(N, seed=1).to(dtype), random(N, seed=2).to(dtype))
+
+
+def assert_no_worse_than_torch(x, eps, weight=None, bias=None, floor=0.0):
+    expected = exact(x, weight, bias, eps)
+    ours, torchs = (
+        f(x, weight, bias, eps)
+        for f in (fast_layernorm, lambda x, *rest: layer_norm(x, x.shape[-1:], *rest))
+    )
+    right = expected.isfinite() & torchs.isfinite()  # 1e19 is no float16, and its square no float32
+    assert torch.equal(ours.isfinite(), torchs.isfinite())
+    ours, torchs, expected = (t.double()[right] for t in (ours, torchs, expected))
+    for norm in (lambda e: e.square().mean().sqrt(), lambda e: e.abs().max()):
+        if len(expected):
+            limit = 1.05 * norm(torchs - expected)
+            assert norm(ours - expected) <= max(limit, floor * norm(expected))
+
+
+@pytest.mark.parametrize("N", [64, 768, 1100])
+def test_nan_and_infinity_stay_in_their_rows(N):
+    x = random(9, N)
+    x[1, 3], x[3, 0], x[5, N - 1] = float("nan"), float("inf"), float("-inf")
+    y = fast_layernorm(x, random(N, seed=1))
+    assert torch.equal(y.isnan(), layer_norm(x, (N,), random(N, seed=1)).isnan())
+    sound = [0, 2, 4, 6, 7, 8]
+    assert error(y[sound], exact(x[sound], random(N, seed=1))) < LIMIT[x.dtype]
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["contiguous", "columns of a wider, unaligned", "every other row"])
+@pytest.mark.parametrize("N", [33, 64, 600])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_it_reads_its_inputs_and_writes_its_output_and_nothing_else(name, N, chunks, monkeypatch):
+    if chunks:
+        monkeypatch.setattr(fast, "choose", in_chunks)
+    x, weight, bias = layouts(2, N)[name], random(N, seed=1), random(N, seed=2)
+    with watched.record() as launches:
+        y = fast_layernorm(x, weight, bias)
+    (launch,) = launches
+    assert np.array_equal(np.sort(launch.written()), np.sort(watched.addresses(y).ravel()))
+    inputs = [watched.addresses(t).ravel() for t in (x, weight, bias)]
+    assert np.array_equal(np.unique(launch.read()), np.unique(np.concatenate(inputs)))
+
+
+X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(8, device=DEVICE)
+REFUSED = {
+    "float64": (TypeError, (X.double(),), "x torch.float64"),
+    "integers": (TypeError, (X.long(),), "x torch.int64"),
+    "complex": (TypeError, (X.cfloat(),), "x torch.complex64"),
+    "a float64 weight": (TypeError, (X, W.double()), "x torch.float32, weight torch.float64"),
+    "a float64 bias": (TypeError, (X, None, W.double()), "x torch.float32, bias torch.float64"),
+    "a list": (TypeError, ([[1.0]],), "x <class 'list'>"),
+    "no x": (TypeError, (None,), "x <class 'NoneType'>"),
+    "an array": (TypeError, (np.zeros((2, 2), np.float32),), "x <class 'numpy.ndarray'>"),
+    "sparse": (TypeError, (X.to_sparse(),), "x torch.float32 torch.sparse_coo"),
+    "no dimension": (ValueError, (X[0, 0],), r"x \(\)"),
+    "a long weight": (ValueError, (X, W.repeat(2)), r"x \(4, 8\), weight \(16,\)"),
+    "a weight of one": (ValueError, (X, W[:1]), r"x \(4, 8\), weight \(1,\)"),
+    "a weight of x's shape": (ValueError, (X, X), r"weight \(4, 8\)"),
+    "a short bias": (ValueError, (X, W, W[1:]), r"bias \(7,\)"),
+    "a long row": (ValueError, (W[:1].expand(2**20 + 1),), r"at most 2\*\*20, got x \(1048577,\)"),
+    "another device": (ValueError, (X.to("meta"),), "x on meta"),
+    "two devices": (ValueError, (X, W.to("meta")), f"x on {DEVICE}.*, weight on meta"),
+    "x wants a gradient": (ValueError, (X.clone().requires_grad_(),), "no backward, and x"),
+    "weight wants one": (ValueError, (X, torch.nn.Parameter(W)), "no backward, and weight"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_refuses(name, monkeypatch):
+    error, arguments, message = REFUSED[name]
+    monkeypatch.setattr(fast, "choose", None)  # nothing may come as far
+    with pytest.raises(error, match=message):
+        fast_layernorm(*arguments)
+
+
+def test_a_gradient_is_refused_only_where_it_is_wanted():
+    module = torch.nn.LayerNorm(64, device=DEVICE)
+    x = random(4, 64)
+    for _ in range(2):  # what is known of the first time must not let the second pass
+        with torch.no_grad():
+            assert_right(x, module.weight, module.bias)
+        with pytest.raises(ValueError, match="weight, bias requires a gradient"):
+            fast_layernorm(x, module.weight, module.bias)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("N", [1, 1024, 65536])
+def test_more_than_2_to_the_31_elements(N):
+    M = 2**31 // N + 3
+    x = torch.zeros(M, N, dtype=torch.float16, device=DEVICE)
+    ends = torch.tensor([0, 1, M - 2, M - 1], device=DEVICE)
+    x[ends] = random(4, N, dtype=torch.float16)
+    y = fast_layernorm(x)
+    assert error(y[ends], exact(x[ends])) < LIMIT[x.dtype]
+    assert not y[2:-2].any()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("N", [64, 1024, 65536])
+def test_on_another_gpu_than_the_current(N):
+    for _ in range(2):
+        for device in ("cuda:1", "cuda:0"):
+            x, weight = random(4, N).to(device), random(N, seed=1).to(device)
+            assert_right(x, weight)
+            assert torch.cuda.current_device() == 0
+    with pytest.raises(ValueError, match="x on cuda:0, weight on cuda:1"):
+        fast_layernorm(x, weight.to("cuda:1"))
