@@ -6,8 +6,10 @@ The file stands alone. linear_gelu_kernel is the chapter's kernel on the tensor 
 its own precision, tiles in grouped order. linear_gelu_tma_kernel keeps its programs running from
 tile to tile and lets the tensor memory accelerator (TMA) fetch and store them. half_gelu is the
 exact GELU by a polynomial and one exp2 in place of erf, as accurate as 16-bit outputs can hold.
+linear_gelu_pingpong_kernel hides it, and the store, behind the next tile's matmul: on Hopper.
 """
 
+import copy
 import functools
 
 import torch
@@ -15,11 +17,17 @@ import triton
 import triton.language as tl
 
 try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ModuleNotFoundError:  # an older triton: the step without descriptors
-    TensorDescriptor = None
+    gluon, gl, TensorDescriptor = triton, tl, None
 
 GROUP_M = 8
+# Before 3.6, gluon was another, and what launch_again calls took other arguments.
+TRITON_3_6 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -115,8 +123,8 @@ def linear_gelu_kernel(
 def linear_gelu_tma_kernel(
     x_desc,  # (M, K) input, in blocks of (BLOCK_M, BLOCK_K); zeros lie beyond its edges
     w_desc,  # (N, K) weight, in blocks of (BLOCK_N, BLOCK_K)
-    out_desc,  # (M, N) output, in blocks of (BLOCK_M, BLOCK_N // 2)
     bias_ptr,  # (N,) bias, contiguous, or None
+    out_desc,  # (M, N) output, in blocks of (BLOCK_M, BLOCK_N // 2)
     M,
     N,
     K,
@@ -153,6 +161,154 @@ def linear_gelu_tma_kernel(
         out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N + HALF_N], right)
 
 
+@gluon.jit
+def fetch_blocks(x_desc, w_desc, ring, sizes, GROUP_M: gl.constexpr):
+    """The producer, one warp: keeps the ring full, in the order in which the consumers read it."""
+    x_ring, w_ring, full, empty = ring
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_N: gl.constexpr = w_ring.shape[1]
+    BLOCK_K: gl.constexpr = w_ring.shape[2]
+    M, N, K = sizes
+    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    slot = 0
+    phase = 1  # of a new barrier, as if the slot had been emptied before
+    for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        pid_m, pid_n = tile_of(tile, num_m, num_n, GROUP_M)
+        for k in range(gl.cdiv(K, BLOCK_K)):
+            hopper.mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            hopper.mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)  # 2 bytes a value
+            x_at, w_at = [pid_m * BLOCK_M, k * BLOCK_K], [pid_n * BLOCK_N, k * BLOCK_K]
+            hopper.tma.async_copy_global_to_shared(x_desc, x_at, bar, x_ring.index(slot))
+            hopper.tma.async_copy_global_to_shared(w_desc, w_at, bar, w_ring.index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def multiply_and_gelu(
+    bias_ptr,
+    out_desc,
+    ring,
+    out_halves,
+    turns,
+    sizes,
+    WHICH: gl.constexpr,
+    GELU: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """A consumer, four warps: every other tile of the program, from WHICH on, 0 or 1."""
+    x_ring, w_ring, full, empty = ring
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_N: gl.constexpr = w_ring.shape[1]
+    BLOCK_K: gl.constexpr = w_ring.shape[2]
+    M, N, K = sizes
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_half = out_halves.index(WHICH)
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 16])
+    num_m, num_n, num_k = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    turn = WHICH ^ 1  # as the producer's phase: the first turn is consumer 0's at once
+    block = WHICH * num_k  # how many the producer fetches before this tile's
+    first = gl.program_id(0) + WHICH * gl.num_programs(0)
+    for tile in range(first, num_m * num_n, 2 * gl.num_programs(0)):
+        pid_m, pid_n = tile_of(tile, num_m, num_n, GROUP_M)
+        slot = block % STAGES
+        phase = block // STAGES & 1
+        # The slot before. Not prev = slot, though it is set anew before its first use: Triton would
+        # see one value of two names, take prev for loop-invariant, and free only the first slot.
+        prev = (slot + STAGES - 1) % STAGES
+        # By turns, so that one multiplies while the other is in its epilogue. It is needed, too: a
+        # barrier's phase is one bit, and a consumer must not be more than a round of the ring ahead
+        # of what it waits for.
+        hopper.mbarrier.wait(turns.index(WHICH), turn)
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+        for k in range(num_k):
+            hopper.mbarrier.wait(full.index(slot), phase)
+            w = w_ring.index(slot).permute((1, 0))
+            acc = hopper.warpgroup_mma(x_ring.index(slot), w, acc, use_acc=k > 0, is_async=True)
+            acc = hopper.warpgroup_mma_wait(1, deps=[acc])  # the block before is done with
+            hopper.mbarrier.arrive(empty.index(prev), pred=k > 0)
+            prev = slot
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        hopper.mbarrier.arrive(turns.index(1 - WHICH))
+
+        cols = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
+        else:
+            bias = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(0, layout))
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        hopper.mbarrier.arrive(empty.index(prev))
+        out = bias_and_gelu(acc, bias, GELU).reshape([BLOCK_M, 2, HALF_N]).permute((0, 2, 1))
+        halves = out.split()
+        for h in gl.static_range(2):  # half the shared memory, for a longer ring
+            half = gl.convert_layout(halves[h], half_layout).to(out_desc.dtype)
+            hopper.tma.store_wait(0)  # until the half before is out
+            out_half.store(half)
+            hopper.fence_async_shared()
+            corner = [pid_m * BLOCK_M, pid_n * BLOCK_N + h * HALF_N]
+            hopper.tma.async_copy_shared_to_global(out_desc, corner, out_half)
+        block += 2 * num_k
+        turn ^= 1
+    hopper.tma.store_wait(0)
+
+
+@gluon.jit
+def linear_gelu_pingpong_kernel(
+    x_desc,  # (M, K) input, in blocks of (BLOCK_M, BLOCK_K), of 16 bits a value
+    w_desc,  # (N, K) weight, in blocks of (BLOCK_N, BLOCK_K)
+    bias_ptr,  # (N,) bias, contiguous, or None
+    out_desc,  # (M, N) output, in blocks of (BLOCK_M, BLOCK_N // 2)
+    M,
+    N,
+    K,
+    GELU: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,  # slots of the ring
+):
+    """linear_gelu_tma_kernel by hand: a producer fetches for two consumers, which take turns."""
+    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = x_desc.dtype
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    out_halves = gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_N // 2], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # which slots are to be read,
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # and which to be filled
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(slot), count=1)
+        hopper.mbarrier.init(empty.index(slot), count=1)
+    for which in gl.static_range(2):
+        hopper.mbarrier.init(turns.index(which), count=1)
+    ring, sizes = (x_ring, w_ring, full, empty), (M, N, K)
+    gl.warp_specialize(
+        [
+            (
+                multiply_and_gelu,
+                (bias_ptr, out_desc, ring, out_halves, turns, sizes, 0, GELU, GROUP_M),
+            ),
+            (
+                multiply_and_gelu,
+                (bias_ptr, out_desc, ring, out_halves, turns, sizes, 1, GELU, GROUP_M),
+            ),
+            (fetch_blocks, (x_desc, w_desc, ring, sizes, GROUP_M)),
+        ],
+        [4, 1],  # warps of the second consumer and of the producer; the first's are the launch's
+        [232, 40],  # and their registers a thread: the producer has no acc to hold
+    )
+
+
 INTERPRET = not isinstance(linear_gelu_kernel, triton.JITFunction)
 DEVICE = "cpu" if INTERPRET else "cuda"
 
@@ -180,7 +336,7 @@ def takes_tma(tensor):
 
 
 def choose(M, N, dtype, capability, sms, tma):
-    """The kernel, its (BLOCK_M, BLOCK_N, BLOCK_K), num_warps and num_stages.
+    """The kernel, its (BLOCK_M, BLOCK_N, BLOCK_K), num_warps and stages.
 
     tma says whether the tensors can have descriptors. Measured on an H200 (132 SMs, torch 2.11,
     triton 3.6), as M, K, N; in milliseconds, GELU and all:
@@ -191,11 +347,12 @@ def choose(M, N, dtype, capability, sms, tma):
     8192, 1024, 4096     0.867       0.943       0.955               1.387    1.451
     8192, 4096, 16384   12.95       14.36       14.79               21.56    21.80
 
-    bfloat16           128x128x64  not flat    128x256x64, 8 warps
-    4096, 768, 3072      0.0373      0.0384      0.0416              0.0340   0.0513
-    8192, 1024, 4096     0.112       0.114       0.120               0.0999   0.146
-    8192, 4096, 16384      -         1.627       1.710               1.637    1.856
-    8192, 8192, 8192       -         1.632       1.651               1.588    1.702
+    bfloat16, 128x128x64   pingpong   the TMA step
+                           6 stages   3 stages   not flat   128x256x64
+    4096, 768, 3072          0.0349     0.0376     0.0386     0.0388   0.0341   0.0517
+    8192, 1024, 4096         0.103      0.113      0.115      0.113    0.101    0.146
+    8192, 4096, 16384        1.610      1.660      1.683        -      1.707    1.893
+    8192, 8192, 8192         1.634      1.671      1.708        -      1.644    1.752
 
     16, 768, 3072      linear_gelu_kernel: bfloat16 at 16x32x128 0.0071, 16x64x128 0.0076, eager
     0.0109; float32 at 16x32x64 0.0126, 16x32x128 0.0118 but twice the error, eager 0.0226.
@@ -205,8 +362,12 @@ def choose(M, N, dtype, capability, sms, tma):
     """
     half = dtype != torch.float32
     BLOCK_N = 128 if half else 64
+    tiles = triton.cdiv(M, 128) * triton.cdiv(N, BLOCK_N)
     # Enough tiles for half the SMs, of which not most of the rows are empty.
-    large = M > 32 and 2 * triton.cdiv(M, 128) * triton.cdiv(N, BLOCK_N) >= sms
+    large = M > 32 and 2 * tiles >= sms
+    # Hopper alone has its matmul instruction. Up to a tile an SM, one of its consumers has none.
+    if tma and half and TRITON_3_6 and capability[0] == 9 and large and tiles > sms:
+        return linear_gelu_pingpong_kernel, (128, 128, 64), 4, 6
     # 9 and 10 have the 227 KiB of shared memory that two programs of this take; 12 has 99.
     if tma and capability[0] in (9, 10) and large:
         return linear_gelu_tma_kernel, (128, BLOCK_N, 64 if half else 32), 4, 3
@@ -258,26 +419,73 @@ def check(*tensors):
 def plan(M, N, dtype, device, tma):
     """What to launch: the kernel, how many programs, and the kernel's constants and options."""
     capability, sms = gpu(device)
-    kernel, (BLOCK_M, BLOCK_N, BLOCK_K), num_warps, num_stages = choose(
+    kernel, (BLOCK_M, BLOCK_N, BLOCK_K), num_warps, stages = choose(
         M, N, dtype, capability, sms, tma
     )
     half = dtype != torch.float32
     options = {
-        # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
-        "PRECISION": "ieee" if half or capability < (8, 0) else "tf32x3",
         "GELU": "erf" if not half else "exp2" if capability == (0, 0) or INTERPRET else "ptx",
         "GROUP_M": GROUP_M,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": BLOCK_K,
         "num_warps": num_warps,
-        "num_stages": num_stages,
     }
     programs = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
+    if kernel is linear_gelu_pingpong_kernel:
+        # 12 warps, with the two that it adds; together they have all the registers there are.
+        return kernel, min(programs, sms), options | {"STAGES": stages, "maxnreg": 168}
+    # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
+    options["PRECISION"] = "ieee" if half or capability < (8, 0) else "tf32x3"
+    options["num_stages"] = stages
     if kernel is linear_gelu_tma_kernel:
         programs = min(programs, 2 * sms)
         options["FLATTEN"] = half
     return kernel, programs, options
+
+
+def descriptor(kernel, tensor, block):
+    if kernel is linear_gelu_tma_kernel:
+        return TensorDescriptor.from_tensor(tensor, block)
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)  # or any type of 16 bits
+    return GluonDescriptor.from_tensor(tensor, block, layout)
+
+
+def launch(device, kernel, programs, arguments, options):
+    # Triton launches on the current GPU, which need not be the tensors'.
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: no effect
+        return kernel[(programs,)](*arguments, **options)
+
+
+def launch_key(tensor):
+    """All of a tensor that decides if it is taken, what is launched, and how that is compiled."""
+    if type(tensor) not in TENSORS or tensor.layout != torch.strided or tensor.is_nested:
+        return type(tensor)
+    aligned = tensor.data_ptr() % 16 == 0
+    wants_grad = tensor.requires_grad and torch.is_grad_enabled()
+    kind = tensor.dtype, tensor.device, aligned, tensor.is_neg(), wants_grad
+    return tensor.shape, tensor.stride(), kind
+
+
+# By launch_key of x, weight and bias: the compiled kernel, and what else launch_again takes.
+_launches = {}
+
+
+def launch_again(x, weight, bias, compiled, programs, descriptors, numbers, shape):
+    """Launches as launch() did, without Triton's search for what it has compiled."""
+    out = torch.empty(shape, device=x.device, dtype=x.dtype)
+    arguments = []
+    for tensor, known in zip((x, weight, bias, out), descriptors, strict=True):
+        if known is None:
+            arguments.append(None if tensor is None else tensor.data_ptr())
+        else:  # a copy, as another thread may be here, too; without from_tensor's checks
+            known = copy.copy(known)
+            known.base = tensor
+            arguments.append(known)
+    stream = triton.runtime.driver.active.get_current_stream(x.device.index)
+    handles = stream, compiled.function, compiled.packed_metadata, None, None, None
+    compiled.run(programs, 1, 1, *handles, *arguments, *numbers)
+    return out
 
 
 def fast_linear_gelu(x, weight, bias=None):
@@ -294,6 +502,10 @@ def fast_linear_gelu(x, weight, bias=None):
     ValueError for two devices and for shapes that do not chain; RuntimeError where one of the
     tensors requires grad and grad mode is on.
     """
+    key = launch_key(x), launch_key(weight), launch_key(bias)
+    if key in _launches and x.device.index == torch.cuda.current_device():
+        return launch_again(x, weight, bias, *_launches[key])
+
     check(x, weight, *(() if bias is None else (bias,)))
     out = torch.empty(x.shape[:-1] + weight.shape[:-1], device=x.device, dtype=x.dtype)
     if out.numel() == 0:
@@ -301,25 +513,27 @@ def fast_linear_gelu(x, weight, bias=None):
     K = x.shape[-1]
     N = weight.shape[0] if weight.dim() == 2 else 1
     M = out.numel() // N
-    x, weight, output = x.reshape(M, K), weight.reshape(N, K), out.view(M, N)
-    if bias is not None:
-        bias = bias.contiguous()
+    rows, columns, output = x.reshape(M, K), weight.reshape(N, K), out.view(M, N)
+    dense_bias = None if bias is None else bias.contiguous()
 
-    tma = TensorDescriptor is not None and takes_tma(x) and takes_tma(weight) and takes_tma(output)
+    tma = TensorDescriptor is not None and all(map(takes_tma, (rows, columns, output)))
     kernel, programs, options = plan(M, N, x.dtype, x.device, tma)
-    if kernel is linear_gelu_tma_kernel:
-        BLOCK_M, BLOCK_N, BLOCK_K = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
-        x_desc = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K])
-        w_desc = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
-        out_desc = TensorDescriptor.from_tensor(output, [BLOCK_M, BLOCK_N // 2])
-        arguments = x_desc, w_desc, out_desc, bias, M, N, K
+    if kernel is linear_gelu_kernel:
+        descriptors = None, None, None, None
+        numbers = M, N, K, *rows.stride(), *columns.stride()
     else:
-        arguments = x, weight, bias, output, M, N, K, *x.stride(), *weight.stride()
-    launch(x.device, kernel, programs, arguments, options)
+        BLOCK_M, BLOCK_N, BLOCK_K = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
+        x_desc = descriptor(kernel, rows, [BLOCK_M, BLOCK_K])
+        w_desc = descriptor(kernel, columns, [BLOCK_N, BLOCK_K])
+        descriptors = x_desc, w_desc, None, descriptor(kernel, output, [BLOCK_M, BLOCK_N // 2])
+        numbers = M, N, K
+    tensors = rows, columns, dense_bias, output
+    arguments = [d or t for d, t in zip(descriptors, tensors, strict=True)]
+    compiled = launch(x.device, kernel, programs, (*arguments, *numbers), options)
+    as_given = rows.data_ptr() == x.data_ptr() and dense_bias is bias
+    if as_given and compiled is not None and TRITON_3_6 and len(_launches) < 4096:
+        for known in filter(None, descriptors):
+            known.base = None  # it would keep the tensor
+        numbers += tuple(options[name] for name in kernel.arg_names if name in options)
+        _launches[key] = compiled, programs, descriptors, numbers, out.shape
     return out
-
-
-def launch(device, kernel, programs, arguments, options):
-    # Triton launches on the current GPU, which need not be the tensors'.
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: no effect
-        kernel[(programs,)](*arguments, **options)

@@ -24,9 +24,9 @@ fast = load(NAME)
 fast_linear_gelu = fast.fast_linear_gelu
 TMA = fast.linear_gelu_tma_kernel
 PLAIN = fast.linear_gelu_kernel
+PINGPONG = fast.linear_gelu_pingpong_kernel
 interpreted = pytest.mark.skipif(not INTERPRET, reason="on a GPU no kernel can be watched")
 on_a_gpu = pytest.mark.skipif(INTERPRET, reason="needs a GPU")
-HOPPER = ((9, 0), 3)  # its capability, and so few SMs that a program has more than one tile
 # The interpreter takes bfloat16's bits for integers.
 NUMBERS = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRET)
 every_dtype = pytest.mark.parametrize("dtype", NUMBERS, ids=str)
@@ -57,18 +57,33 @@ def small_groups(monkeypatch):
     """More than one group of tiles even in the small matrices that are interpreted."""
     if INTERPRET:
         monkeypatch.setattr(fast, "GROUP_M", 2)
+    monkeypatch.setattr(fast, "_launches", {})
     fast.plan.cache_clear()
     yield
     fast.plan.cache_clear()
 
 
+def capability_of_this_gpu():
+    return (0, 0) if INTERPRET or torch.version.hip else torch.cuda.get_device_capability()
+
+
 @pytest.fixture
-def hopper(monkeypatch):
-    """Has the wrapper take descriptors for small matrices, too, and the interpreter for a GPU."""
-    capability = (9, 0) if INTERPRET else torch.cuda.get_device_capability()
-    if capability[0] not in (9, 10) or torch.version.hip:
+def descriptors(monkeypatch):
+    """Has the wrapper take linear_gelu_tma_kernel for small matrices, too, and interpreted."""
+    if not INTERPRET and capability_of_this_gpu()[0] not in (9, 10):
         pytest.skip("needs an NVIDIA GPU of capability 9 or 10")
-    monkeypatch.setattr(fast, "gpu", lambda device: (capability, 3))
+    monkeypatch.setattr(fast, "gpu", lambda device: ((10, 0), 3))  # so few SMs: many tiles for each
+
+
+needs_hopper = pytest.mark.skipif(
+    capability_of_this_gpu()[0] != 9, reason="needs an NVIDIA GPU of capability 9"
+)
+
+
+@pytest.fixture
+def pingpong(monkeypatch):
+    """Has the wrapper take linear_gelu_pingpong_kernel for all that has descriptors."""
+    monkeypatch.setattr(fast, "choose", lambda *_: (PINGPONG, (128, 128, 64), 4, 6))
 
 
 @pytest.fixture
@@ -92,7 +107,7 @@ def test_values(dtype, layout):
 
 
 @every_dtype
-def test_values_with_descriptors(hopper, dtype):
+def test_values_with_descriptors(descriptors, dtype):
     x, weight, bias = inputs(300, 72, 264, dtype)
     for b in (bias, None):
         with watched.record() as made:
@@ -100,6 +115,50 @@ def test_values_with_descriptors(hopper, dtype):
         if INTERPRET:
             assert [launch.name for launch in made] == ["linear_gelu_tma_kernel"]
         assert_right(out, x, weight, b)
+
+
+# Tiles: 1, 2, an odd number, as many as programs, more; blocks of K: 1, up to the ring's 6, more.
+@needs_hopper
+@pytest.mark.parametrize("dtype", NUMBERS[1:], ids=str)
+@pytest.mark.parametrize("sms", [1, 2, 3, 132])
+@pytest.mark.parametrize(
+    "M, K, N",
+    [
+        (1, 8, 8),
+        (128, 64, 128),
+        (129, 72, 128),
+        (300, 320, 264),
+        (384, 384, 128),
+        (500, 392, 904),
+        (640, 448, 640),
+        (2000, 1000, 1000),
+        (304, 4096, 528),
+    ],
+)
+def test_values_of_the_pingpong_kernel(pingpong, monkeypatch, M, K, N, sms, dtype):
+    monkeypatch.setattr(fast, "gpu", lambda device: ((9, 0), sms))
+    x, weight, bias = inputs(M, K, N, dtype)
+    for b in (bias, None):
+        out = fast_linear_gelu(x, weight, b)
+        assert_right(out, x, weight, b)
+        # A race between producer and consumers would show as values that come and go.
+        assert all(torch.equal(out, fast_linear_gelu(x, weight, b)) for _ in range(20))
+
+
+@needs_hopper
+def test_the_pingpong_kernel_reads_no_further_than_its_tensors(pingpong):
+    x, weight, bias = inputs(500, 200, 264, torch.float16)
+    wide = [torch.nn.functional.pad(t, (8, 16, 3, 3), value=math.nan) for t in (x, weight)]
+    x, weight = (t[3:-3, 8:-16] for t in wide)
+    assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias)
+
+
+@needs_hopper
+def test_a_sum_past_float16(pingpong):
+    x, weight = matrix(200, 64, 0).half(), torch.ones(136, 64, device=DEVICE).half()
+    x[0], x[1] = 60000, -60000
+    out = fast_linear_gelu(x, weight)
+    assert out[0].isposinf().all() and not out[1].any() and out[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (1, 1), (2, 3, 4), (2, 1, 3, 2)], ids=str)
@@ -143,18 +202,24 @@ def test_only_what_the_kernel_cannot_take_is_copied(launches):
     assert copied[0].stride() == (12, 1) and copied[1].data_ptr() == weight.data_ptr()
 
 
-def test_inputs_are_left_as_they_were(hopper):
+def test_inputs_are_left_as_they_were(descriptors):
     tensors = inputs(130, 64, 128)
     before = [t.clone() for t in tensors]
     fast_linear_gelu(*tensors)
     assert all(map(torch.equal, tensors, before))
 
 
-@pytest.mark.parametrize("descriptors", [False, True])
-def test_nan_and_infinity_stay_in_their_rows_and_columns(descriptors, request):
-    if descriptors:
-        request.getfixturevalue("hopper")
-    for dtype in NUMBERS:
+STEPS = [
+    "small_groups",
+    "descriptors",
+    pytest.param("pingpong", marks=needs_hopper),
+]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_nan_and_infinity_stay_in_their_rows_and_columns(step, request):
+    request.getfixturevalue(step)
+    for dtype in NUMBERS[step == "pingpong" :]:
         x, weight, bias = (t.abs() for t in inputs(140, 32, 136, dtype))
         x[3, 5], x[7, 1], x[9, 1] = math.nan, math.inf, -math.inf
         weight[4, 2] = math.nan
@@ -187,17 +252,36 @@ def half_gelu(x):
     return out
 
 
-@pytest.mark.parametrize(
-    "dtype, digits, smallest", [(torch.bfloat16, 7, -126), (torch.float16, 10, -14)]
-)
-def test_half_gelu_of_every_number_up_to_10(dtype, digits, smallest):
+def every_number_up_to_10(dtype):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     x = x[x.isfinite() & (x.abs() <= 10)]
     assert len(x) > 30000
-    out = half_gelu(x.float().to(DEVICE)).cpu().to(dtype).double()
-    wanted = x.double() * 0.5 * torch.erfc(-x.double() / math.sqrt(2))
+    return x.to(DEVICE)
+
+
+def assert_gelu_right(out, x):
+    """Within one unit in the last place, plus 1e-6, of the exact value."""
+    digits, smallest = (7, -126) if x.dtype == torch.bfloat16 else (10, -14)
+    out, x = out.double().cpu(), x.double().cpu()
+    wanted = x * 0.5 * torch.erfc(-x / math.sqrt(2))
     exponent = wanted.abs().clamp_min(2.0**smallest).log2().floor()
     assert ((out - wanted).abs() <= (exponent - digits).exp2() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_gelu_of_every_number_up_to_10(dtype):
+    x = every_number_up_to_10(dtype)
+    assert_gelu_right(half_gelu(x.float()).cpu().to(dtype), x)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", NUMBERS[1:], ids=str)
+def test_the_pingpong_kernel_of_every_number_up_to_10(pingpong, dtype):
+    x = every_number_up_to_10(dtype)
+    first = torch.nn.functional.pad(x[:, None], (0, 7))  # all but the first column is 0
+    out = fast_linear_gelu(first, torch.ones(8, 8, device=DEVICE, dtype=dtype))
+    assert torch.equal(out, out[:, :1].expand_as(out))
+    assert_gelu_right(out[:, 0], x)
 
 
 def test_half_gelu_far_out():
@@ -221,7 +305,7 @@ def test_every_input_is_read_and_every_output_written_once(layout, M, K, N):
 
 @interpreted
 @pytest.mark.parametrize("dtype", NUMBERS[:2], ids=str)
-def test_every_input_is_read_and_every_output_written_once_with_descriptors(hopper, dtype):
+def test_every_input_is_read_and_every_output_written_once_with_descriptors(descriptors, dtype):
     x, weight, bias = inputs(150, 100, 264, dtype)
     # Rows in a wider tensor of NaN, with a step of 16 bytes.
     x, weight = (torch.nn.functional.pad(t, (8, 12), value=math.nan)[:, 8:-12] for t in (x, weight))
@@ -239,7 +323,7 @@ def check_traffic(x, weight, bias):
 
 
 @interpreted
-def test_a_stray_descriptor_is_caught(hopper, monkeypatch):
+def test_a_stray_descriptor_is_caught(descriptors, monkeypatch):
     # The watch itself: a descriptor with a row too many.
     def longer(tensor, block):
         shape = (tensor.shape[0] + 1, tensor.shape[1])
@@ -376,6 +460,125 @@ def test_takes_the_parameters_of_a_layer():
         assert_right(fast_linear_gelu(X, layer.weight, layer.bias), X, layer.weight, layer.bias)
 
 
+# --- Launches of what has been compiled before ---
+
+
+@pytest.mark.parametrize("M, K, N", [(20, 12, 16), (300, 72, 264)])
+@every_dtype
+def test_each_call_takes_its_own_values(M, K, N, dtype, monkeypatch):
+    if capability_of_this_gpu()[0] in (9, 10):  # descriptors for small matrices
+        monkeypatch.setattr(fast, "gpu", lambda device: (capability_of_this_gpu(), 3))
+    kept = []
+    for seed in range(4):
+        x, weight, bias = (t + seed / 8 for t in inputs(M, K, N, dtype))
+        for b in (bias, None):
+            out = fast_linear_gelu(x, weight, b)
+            assert_right(out, x, weight, b, factor=4)
+            kept.append((out, out.clone()))
+    assert all(torch.equal(out, before) for out, before in kept)
+    assert len(fast._launches) == (0 if INTERPRET else 2)
+
+
+class Compiled:
+    """In place of a compiled kernel: keeps what it is run with."""
+
+    function = packed_metadata = None
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, programs, y, z, stream, function, metadata, hook1, hook2, hook3, *arguments):
+        self.runs.append((programs, arguments))
+
+
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """What launch() has launched, and the kernel that it says it has compiled."""
+    made, kernel = [], Compiled()
+
+    def launch(device, *launch):
+        made.append(launch)
+        return kernel
+
+    monkeypatch.setattr(fast, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: X.device.index)
+    active = types.SimpleNamespace(get_current_stream=lambda device: 0)
+    driver = types.SimpleNamespace(active=active)
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    monkeypatch.setattr(fast, "TRITON_3_6", True)
+    return made, kernel
+
+
+@pytest.mark.parametrize("step", [PLAIN, TMA])
+def test_the_second_launch_is_as_the_first(compiled_once, monkeypatch, step):
+    monkeypatch.setattr(fast, "gpu", lambda device: ((10, 0), 3))
+    made, kernel = compiled_once
+    M, K, N = (20, 12, 16) if step is PLAIN else (300, 72, 264)
+    for seed in range(3):
+        x, weight, bias = (t + seed for t in inputs(M, K, N))
+        out = fast_linear_gelu(x, weight, bias)
+        assert len(made) == 1 and len(kernel.runs) == seed
+    ((first, programs, arguments, options),) = made
+    assert first is step
+    for ran, passed in kernel.runs:
+        assert ran == programs
+        named = dict(zip(step.arg_names, arguments, strict=False)) | options
+        assert list(passed[4:]) == [named[name] for name in step.arg_names[4:]]
+    last = kernel.runs[-1][1][:4]
+    if step is PLAIN:
+        assert last == tuple(t.data_ptr() for t in (x, weight, bias, out))
+    else:
+        assert last[0].base is x and last[1].base is weight and last[3].base is out
+        assert last[2] == bias.data_ptr()
+        for known, now in zip(arguments, last, strict=False):
+            if not torch.is_tensor(known):
+                assert known.base is None  # keeps no tensor
+                assert (known.shape, known.strides) == (now.shape, now.strides)
+                assert known.block_shape == now.block_shape
+
+
+def test_what_decides_a_launch(compiled_once):
+    made, kernel = compiled_once
+    x, weight, bias = inputs(20, 12, 16)
+    wide = matrix(20, 16, 3)
+    calls = [
+        (x, weight, bias),
+        (x, weight, None),
+        (x[:19], weight, bias),
+        (x.view(4, 5, 12), weight, bias),
+        (x.half(), weight.half(), bias.half()),
+        (wide[:, :12], weight, bias),
+        (wide[:, 1:13], weight, bias),
+        (x, weight[:8], bias[:8]),
+        (x, weight[0], bias[0]),
+        (x, weight, matrix(17, 1, 4)[1:, 0]),
+    ]
+    for count, arguments in enumerate(calls, 1):
+        fast_linear_gelu(*arguments)
+        assert (len(made), len(kernel.runs)) == (count, 0)
+    with torch.no_grad():
+        fast_linear_gelu(x.clone(), torch.nn.Parameter(weight), bias)  # decides nothing
+    assert (len(made), len(kernel.runs)) == (count, 1)
+    for arguments, error in [
+        ((x.clone().requires_grad_(), weight, bias), RuntimeError),
+        ((torch._neg_view(x), weight, bias), TypeError),
+        ((x.as_subclass(Subclass), weight, bias), TypeError),
+        ((x, weight, bias.half()), TypeError),
+    ]:
+        with pytest.raises(error):
+            fast_linear_gelu(*arguments)
+
+
+def test_a_copy_is_made_each_time(compiled_once):
+    made, kernel = compiled_once
+    for b in (vector(16, 2, True), vector(16, 2, True)):
+        fast_linear_gelu(X, W, b)
+    apart = matrix(24, 12, 0).view(2, 3, 4, 12).transpose(0, 1)
+    for _ in range(2):
+        fast_linear_gelu(apart, W)
+    assert (len(made), len(kernel.runs)) == (4, 0)
+
+
 # --- Which step is taken ---
 
 H200 = ((9, 0), 132)
@@ -384,13 +587,16 @@ H200 = ((9, 0), 132)
 @pytest.mark.parametrize(
     "shape, dtype, gpu, tma, step",
     [
-        ((4096, 3072), torch.bfloat16, H200, True, (TMA, (128, 128, 64), 4, 3)),
+        ((4096, 3072), torch.bfloat16, H200, True, (PINGPONG, (128, 128, 64), 4, 6)),
+        ((4096, 3072), torch.float16, H200, True, (PINGPONG, (128, 128, 64), 4, 6)),
+        ((1408, 1537), torch.float16, H200, True, (PINGPONG, (128, 128, 64), 4, 6)),
+        ((1408, 1536), torch.float16, H200, True, (TMA, (128, 128, 64), 4, 3)),
         ((4096, 3072), torch.float32, H200, True, (TMA, (128, 64, 32), 4, 3)),
         ((4096, 3072), torch.float16, H200, False, (PLAIN, (128, 128, 32), 8, 4)),
         ((4096, 3072), torch.float32, H200, False, (PLAIN, (64, 64, 32), 4, 3)),
         ((16, 3072), torch.bfloat16, H200, True, (PLAIN, (16, 32, 128), 4, 5)),
         ((32, 65536), torch.bfloat16, H200, True, (PLAIN, (16, 32, 128), 4, 5)),
-        ((33, 65536), torch.bfloat16, H200, True, (TMA, (128, 128, 64), 4, 3)),
+        ((33, 65536), torch.bfloat16, H200, True, (PINGPONG, (128, 128, 64), 4, 6)),
         ((16, 3072), torch.float32, H200, True, (PLAIN, (16, 32, 64), 4, 8)),
         ((64, 3072), torch.bfloat16, H200, True, (PLAIN, (64, 64, 64), 4, 4)),
         ((4096, 3072), torch.bfloat16, ((10, 0), 148), True, (TMA, (128, 128, 64), 4, 3)),
@@ -400,8 +606,15 @@ H200 = ((9, 0), 132)
         ((4096, 3072), torch.float32, ((0, 0), 304), True, (PLAIN, (32, 32, 32), 4, 2)),
     ],
 )
-def test_the_step(shape, dtype, gpu, tma, step):
+def test_the_step(shape, dtype, gpu, tma, step, monkeypatch):
+    monkeypatch.setattr(fast, "TRITON_3_6", True)
     assert fast.choose(*shape, dtype, *gpu, tma) == step
+
+
+def test_an_older_triton_has_another_gluon(monkeypatch):
+    monkeypatch.setattr(fast, "TRITON_3_6", False)
+    step = fast.choose(4096, 3072, torch.bfloat16, *H200, True)
+    assert step == (TMA, (128, 128, 64), 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +645,7 @@ def test_what_it_knows_of_a_gpu(monkeypatch, hip, capability):
 
 
 def test_two_programs_an_sm_and_no_more_than_tiles(launches, monkeypatch):
-    monkeypatch.setattr(fast, "gpu", lambda device: HOPPER)
+    monkeypatch.setattr(fast, "gpu", lambda device: ((9, 0), 3))
     for rows in (1280, 256):
         fast_linear_gelu(X.new_ones(rows, 64), X.new_ones(128, 64))
     assert [(kernel, programs) for kernel, programs, *_ in launches] == [(TMA, 6), (TMA, 4)]
@@ -460,7 +673,7 @@ def test_what_takes_descriptors(shape, strides, offset, takes):
 
 
 @pytest.mark.parametrize("which", ["x", "weight", "output"])
-def test_what_takes_no_descriptor_takes_pointers(hopper, which):
+def test_what_takes_no_descriptor_takes_pointers(descriptors, which):
     x, weight, bias = inputs(130, 64, 130 if which == "output" else 128)
     if which == "x":
         x = LAYOUTS["columns of a wider tensor"](x)
@@ -473,7 +686,7 @@ def test_what_takes_no_descriptor_takes_pointers(hopper, which):
     assert_right(out, x, weight, bias)
 
 
-def test_an_older_triton_has_no_descriptors(hopper, monkeypatch, launches):
+def test_an_older_triton_has_no_descriptors(descriptors, monkeypatch, launches):
     monkeypatch.setattr(fast, "TensorDescriptor", None)
     fast_linear_gelu(*inputs(1280, 64, 128))
     assert launches[0][0] is PLAIN
@@ -497,7 +710,13 @@ def test_the_file_stands_alone_in_ascii():
     source = (ROOT / NAME).read_bytes()
     assert source.isascii()
     imported = re.findall(r"^ *(?:import|from) (\w+)", source.decode(), re.MULTILINE)
-    assert set(imported) == {"functools", "torch", "triton", "fast_linear_gelu"}  # its own example
+    assert set(imported) == {
+        "copy",
+        "functools",
+        "torch",
+        "triton",
+        "fast_linear_gelu",
+    }  # its own example
     assert masked_loads_without_other(source) == []
 
 
