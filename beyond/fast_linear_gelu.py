@@ -9,7 +9,6 @@ exact GELU by a polynomial and one exp2 in place of erf, as accurate as 16-bit o
 linear_gelu_pingpong_kernel hides it, and the store, behind the next tile's matmul: on Hopper.
 """
 
-import copy
 import functools
 
 import torch
@@ -474,18 +473,23 @@ _launches = {}
 def launch_again(x, weight, bias, compiled, programs, descriptors, numbers, shape):
     """Launches as launch() did, without Triton's search for what it has compiled."""
     out = torch.empty(shape, device=x.device, dtype=x.dtype)
-    arguments = []
-    for tensor, known in zip((x, weight, bias, out), descriptors, strict=True):
-        if known is None:
-            arguments.append(None if tensor is None else tensor.data_ptr())
-        else:  # a copy, as another thread may be here, too; without from_tensor's checks
-            known = copy.copy(known)
-            known.base = tensor
-            arguments.append(known)
+    bias_ptr = None if bias is None else bias.data_ptr()
+    if descriptors:
+        x_desc, w_desc, out_desc = map(with_base, descriptors, (x, weight, out))
+        arguments = x_desc, w_desc, bias_ptr, out_desc, *numbers
+    else:
+        arguments = x.data_ptr(), weight.data_ptr(), bias_ptr, out.data_ptr(), *numbers
     stream = triton.runtime.driver.active.get_current_stream(x.device.index)
     handles = stream, compiled.function, compiled.packed_metadata, None, None, None
-    compiled.run(programs, 1, 1, *handles, *arguments, *numbers)
+    compiled.run(programs, 1, 1, *handles, *arguments)
     return out
+
+
+def with_base(known, tensor):
+    """A descriptor like another, which has passed Triton's checks; a copy, for threads' sake."""
+    made = object.__new__(type(known))
+    made.__dict__ = known.__dict__ | {"base": tensor}
+    return made
 
 
 def fast_linear_gelu(x, weight, bias=None):
@@ -518,22 +522,22 @@ def fast_linear_gelu(x, weight, bias=None):
 
     tma = TensorDescriptor is not None and all(map(takes_tma, (rows, columns, output)))
     kernel, programs, options = plan(M, N, x.dtype, x.device, tma)
+    descriptors = ()
+    arguments = rows, columns, dense_bias, output
     if kernel is linear_gelu_kernel:
-        descriptors = None, None, None, None
         numbers = M, N, K, *rows.stride(), *columns.stride()
     else:
         BLOCK_M, BLOCK_N, BLOCK_K = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
         x_desc = descriptor(kernel, rows, [BLOCK_M, BLOCK_K])
         w_desc = descriptor(kernel, columns, [BLOCK_N, BLOCK_K])
-        descriptors = x_desc, w_desc, None, descriptor(kernel, output, [BLOCK_M, BLOCK_N // 2])
+        out_desc = descriptor(kernel, output, [BLOCK_M, BLOCK_N // 2])
+        descriptors = x_desc, w_desc, out_desc
+        arguments = x_desc, w_desc, dense_bias, out_desc
         numbers = M, N, K
-    tensors = rows, columns, dense_bias, output
-    arguments = [d or t for d, t in zip(descriptors, tensors, strict=True)]
     compiled = launch(x.device, kernel, programs, (*arguments, *numbers), options)
     as_given = rows.data_ptr() == x.data_ptr() and dense_bias is bias
     if as_given and compiled is not None and TRITON_3_6 and len(_launches) < 4096:
-        for known in filter(None, descriptors):
-            known.base = None  # it would keep the tensor
+        descriptors = tuple(with_base(d, None) for d in descriptors)  # keeps no tensor
         numbers += tuple(options[name] for name in kernel.arg_names if name in options)
         _launches[key] = compiled, programs, descriptors, numbers, out.shape
     return out

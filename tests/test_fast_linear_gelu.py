@@ -1,10 +1,7 @@
 """beyond/fast_linear_gelu.py: its values against float64, what it refuses, what it launches."""
 
-import json
 import math
 import re
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -532,9 +529,9 @@ def test_the_second_launch_is_as_the_first(compiled_once, monkeypatch, step):
         assert last[2] == bias.data_ptr()
         for known, now in zip(arguments, last, strict=False):
             if not torch.is_tensor(known):
-                assert known.base is None  # keeps no tensor
-                assert (known.shape, known.strides) == (now.shape, now.strides)
-                assert known.block_shape == now.block_shape
+                assert vars(known) == vars(now) | {"base": known.base}
+        kept = next(iter(fast._launches.values()))[2]
+        assert [d.base for d in kept] == [None] * 3  # no tensor is kept
 
 
 def test_what_decides_a_launch(compiled_once):
@@ -710,52 +707,5 @@ def test_the_file_stands_alone_in_ascii():
     source = (ROOT / NAME).read_bytes()
     assert source.isascii()
     imported = re.findall(r"^ *(?:import|from) (\w+)", source.decode(), re.MULTILINE)
-    assert set(imported) == {
-        "copy",
-        "functools",
-        "torch",
-        "triton",
-        "fast_linear_gelu",
-    }  # its own example
+    assert set(imported) == {"functools", "torch", "triton", "fast_linear_gelu"}  # its own example
     assert masked_loads_without_other(source) == []
-
-
-# --- Compiled for GPUs that need not be there ---
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """What compile_fast_linear_gelu.py prints for each target: [kernel, options, faults], ..."""
-    runs = [
-        subprocess.Popen(
-            [sys.executable, ROOT / "tests/compile_fast_linear_gelu.py", *targets],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for targets in (("sm_75", "sm_90", "gfx942", "gfx1100"), ("sm_80", "sm_100", "sm_120"))
-    ]
-    found = {}
-    for run in runs:
-        found |= json.loads(run.communicate()[0])
-        assert run.returncode == 0
-    return found
-
-
-@pytest.mark.parametrize(
-    "target, steps",
-    [
-        ("sm_75", {PLAIN: 2}),
-        ("sm_80", {PLAIN: 4}),
-        ("sm_90", {PLAIN: 2, TMA: 2}),
-        ("sm_100", {PLAIN: 2, TMA: 2}),
-        ("sm_120", {PLAIN: 4}),
-        ("gfx942", {PLAIN: 2}),
-        ("gfx1100", {PLAIN: 2}),
-    ],
-)
-def test_compiles_without_faults(compiled, target, steps):
-    kernels = [kernel for kernel, _, _ in compiled[target]]
-    assert {kernel.__name__: count for kernel, count in steps.items()} == {
-        kernel: kernels.count(kernel) for kernel in kernels
-    }
-    assert [[*step, fault] for *step, faults in compiled[target] for fault in faults] == []
