@@ -650,6 +650,15 @@ def test_two_programs_an_sm_and_no_more_than_tiles(launches, monkeypatch):
     assert [(kernel, programs) for kernel, programs, *_ in launches] == [(TMA, 6), (TMA, 4)]
 
 
+@pytest.mark.parametrize("M, programs", [(4096, 132), (300, 72)])
+def test_one_program_an_sm_for_the_pingpong_kernel(pingpong, monkeypatch, M, programs):
+    monkeypatch.setattr(fast, "gpu", lambda device: H200)
+    kernel, made, options = fast.plan(M, 3072, torch.float16, torch.device("cuda"), True)
+    assert (kernel, made) == (PINGPONG, programs)
+    assert options.keys() == set(PINGPONG.arg_names[7:]) | {"num_warps", "maxnreg"}
+    assert (options["STAGES"], options["num_warps"]) == (6, 4)
+
+
 @pytest.mark.parametrize(
     "shape, strides, offset, takes",
     [
