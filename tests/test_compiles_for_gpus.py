@@ -2,6 +2,7 @@
 what comes out has no TF32, no float64, no spills and no more shared memory than each GPU has.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -37,6 +38,45 @@ def test_every_kernel_compiles_without_faults(results, script, target):
     assert kernels > 0
     assert len({c.split()[0] for c in compiled if c.endswith(f"for {target}")}) == kernels
     assert [fault for fault in faults if f" for {target}: " in fault] == []
+
+
+@functools.cache
+def compile_beyond(file):
+    """What compile_beyond.py finds on each target: [kernel, constants, faults], ..."""
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests/compile_beyond.py", file, *TARGETS],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+# How often each kernel of a file is compiled: layernorm_rows_kernel, ...
+LAYERNORMS = {"rows": 4, "pieces": 9, "chunks": 3}
+WITH_RING = LAYERNORMS | {"chunks": 2, "ring": 1}
+
+
+@pytest.mark.parametrize(
+    "file, target, kernels",
+    [
+        *[("fast_layernorm", t, LAYERNORMS) for t in ("sm_75", "sm_80", "sm_120")],
+        *[("fast_layernorm", t, WITH_RING) for t in ("sm_90", "sm_100")],
+        *[("fast_layernorm", t, LAYERNORMS) for t in ("gfx942", "gfx1100")],
+        *[("fast_linear_gelu", t, {"": 4}) for t in ("sm_75", "sm_80", "sm_120")],
+        ("fast_linear_gelu", "sm_90", {"": 2, "tma": 1, "pingpong": 2}),
+        ("fast_linear_gelu", "sm_100", {"": 2, "tma": 2}),
+        *[("fast_linear_gelu", t, {"": 4}) for t in ("gfx942", "gfx1100")],
+    ],
+)
+def test_what_lies_beyond_compiles_without_faults(file, target, kernels):
+    found = compile_beyond(file)[target]
+    counts = {}
+    for kernel, _, _ in found:
+        step = kernel.removeprefix(file.removeprefix("fast_")).removesuffix("kernel").strip("_")
+        counts[step] = counts.get(step, 0) + 1
+    assert counts == kernels
+    assert [[*launch, fault] for *launch, faults in found for fault in faults] == []
 
 
 LINEAR = "chapter20/01_fused_linear_gelu.py"

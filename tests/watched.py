@@ -31,7 +31,9 @@ class Launch:
 
     def __init__(self, name, arguments):
         self.name = name
-        self.tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+        # A descriptor may reach as far as the tensor that it was made of.
+        bases = {k: getattr(v, "base", v) for k, v in arguments.items()}
+        self.tensors = {k: v for k, v in bases.items() if isinstance(v, torch.Tensor)}
         self.reads, self.writes = [], []
         self.writable = np.unique(np.concatenate([addresses(t).ravel() for t in self.values()]))
         past_the_end = [
@@ -98,13 +100,13 @@ def watch():
     run = executor.__call__
     launch = None
 
-    def load(pointers, mask, *rest):
+    def load(pointers, mask, *rest, **options):
         launch.access("reads", launch.reads, launch.readable, pointers, mask)
-        return masked_load(pointers, mask, *rest)
+        return masked_load(pointers, mask, *rest, **options)
 
-    def store(pointers, value, mask, *rest):
+    def store(pointers, value, mask, *rest, **options):
         launch.access("writes", launch.writes, launch.writable, pointers, mask)
-        return masked_store(pointers, value, mask, *rest)
+        return masked_store(pointers, value, mask, *rest, **options)
 
     def call(self, *args, **kwargs):
         nonlocal launch

@@ -1,0 +1,543 @@
+"""Section 20.1's fused linear layer at matmul speed: gelu(linear(x, weight, bias)), exact, forward.
+
+    from fast_linear_gelu import fast_linear_gelu
+
+The file stands alone. linear_gelu_kernel is the chapter's kernel on the tensor cores: each dtype in
+its own precision, tiles in grouped order. linear_gelu_tma_kernel keeps its programs running from
+tile to tile and lets the tensor memory accelerator (TMA) fetch and store them. half_gelu is the
+exact GELU by a polynomial and one exp2 in place of erf, as accurate as 16-bit outputs can hold.
+linear_gelu_pingpong_kernel hides it, and the store, behind the next tile's matmul: on Hopper.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ModuleNotFoundError:  # an older triton: the step without descriptors
+    gluon, gl, TensorDescriptor = triton, tl, None
+
+GROUP_M = 8
+# Before 3.6, gluon was another, and what launch_again calls took other arguments.
+TRITON_3_6 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def tile_of(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile, GROUP_M rows at a time: what runs together shares x and w in L2."""
+    first = tile // (GROUP_M * num_n) * GROUP_M
+    height = tl.minimum(num_m - first, GROUP_M)
+    rest = tile % (GROUP_M * num_n)
+    return first + rest % height, rest // height
+
+
+@triton.jit
+def half_gelu(y, GELU: tl.constexpr):
+    """gelu(2 * y), for an output of 16 bits.
+
+    With u = |y|, gelu(2 * y) = y + u * (1 - 2 * Phi(-2 * u)), and log2(2 * Phi(-2 * u)) is close to
+    a polynomial in u: of degree 5 and fitted on [0, 2.8], weighted by what an output may be off,
+    2**-12 of its value + 1e-7. Its leading coefficient is negative: beyond the fit 2**p goes to 0,
+    as it should. Absolute error before the output is rounded: 7.5e-6, at x = 0.97.
+    """
+    u = tl.abs(y)
+    p = u * -0.011509988456964493 + 0.0991695374250412
+    p = p * u - 0.39554065465927124
+    p = p * u - 1.8502509593963623
+    p = p * u - 2.299699306488037
+    p = p * u - 8.312991849379614e-05
+    if GELU == "ptx":  # tl.exp2 takes three more instructions, for results below 2**-126
+        tail = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [p], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        tail = tl.exp2(p)
+    return u * (1.0 - tail) + y
+
+
+@triton.jit
+def bias_and_gelu(acc, bias, GELU: tl.constexpr):
+    """gelu(acc + bias): GELU is "erf", or half_gelu's "exp2" or "ptx"."""
+    if GELU == "erf":
+        acc += bias[None, :]
+        return acc * 0.5 * (1.0 + tl.erf(acc * 0.7071067811865476))  # 1 / sqrt(2)
+    return half_gelu(acc * 0.5 + (bias * 0.5)[None, :], GELU)  # one multiply-add; halving is exact
+
+
+@triton.jit
+def linear_gelu_kernel(
+    x_ptr,  # (M, K) input
+    w_ptr,  # (N, K) weight
+    bias_ptr,  # (N,) bias, contiguous, or None
+    out_ptr,  # (M, N) output, contiguous
+    M: tl.int64,  # int64: k + BLOCK_K passes 2**31 where K is just below
+    N: tl.int64,
+    K: tl.int64,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    PRECISION: tl.constexpr,
+    GELU: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K).to(tl.int64)
+    step = tl.full((), BLOCK_K, tl.int64)
+    x_ptrs = x_ptr + rows[:, None] * stride_xm + ks[None, :] * stride_xk
+    w_ptrs = w_ptr + cols[None, :] * stride_wn + ks[:, None] * stride_wk
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = tl.load(x_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0.0)
+        w = tl.load(w_ptrs, mask=(cols[None, :] < N) & (ks[:, None] < K - k), other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        x_ptrs += step * stride_xk
+        w_ptrs += step * stride_wk
+
+    bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+    tl.store(
+        out_ptr + rows[:, None] * N + cols[None, :],
+        bias_and_gelu(acc, bias, GELU).to(out_ptr.dtype.element_ty),
+        mask=(rows[:, None] < M) & (cols[None, :] < N),
+    )
+
+
+@triton.jit
+def linear_gelu_tma_kernel(
+    x_desc,  # (M, K) input, in blocks of (BLOCK_M, BLOCK_K); zeros lie beyond its edges
+    w_desc,  # (N, K) weight, in blocks of (BLOCK_N, BLOCK_K)
+    bias_ptr,  # (N,) bias, contiguous, or None
+    out_desc,  # (M, N) output, in blocks of (BLOCK_M, BLOCK_N // 2)
+    M,
+    N,
+    K,
+    PRECISION: tl.constexpr,
+    GELU: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,  # one loop over all tiles' blocks: the next tile's loads start early
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        pid_m, pid_n = tile_of(tile, num_m, num_n, GROUP_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(tl.cdiv(K, BLOCK_K)):
+            x = x_desc.load([pid_m * BLOCK_M, k * BLOCK_K])
+            w = w_desc.load([pid_n * BLOCK_N, k * BLOCK_K])
+            acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
+
+        # Half the columns at a time: half the shared memory, so that two programs fit an SM, and
+        # one multiplies while the other is here.
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
+        cols = pid_n * BLOCK_N + tl.arange(0, HALF_N)
+        bias_left = tl.zeros((HALF_N,), dtype=tl.float32)
+        bias_right = tl.zeros((HALF_N,), dtype=tl.float32)
+        if bias_ptr is not None:
+            bias_left += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+            bias_right += tl.load(bias_ptr + cols + HALF_N, mask=cols + HALF_N < N, other=0.0)
+        left = bias_and_gelu(left, bias_left, GELU).to(out_desc.dtype)
+        out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N], left)
+        right = bias_and_gelu(right, bias_right, GELU).to(out_desc.dtype)
+        out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N + HALF_N], right)
+
+
+@gluon.jit
+def fetch_blocks(x_desc, w_desc, ring, sizes, GROUP_M: gl.constexpr):
+    """The producer, one warp: keeps the ring full, in the order in which the consumers read it."""
+    x_ring, w_ring, full, empty = ring
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_N: gl.constexpr = w_ring.shape[1]
+    BLOCK_K: gl.constexpr = w_ring.shape[2]
+    M, N, K = sizes
+    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    slot = 0
+    phase = 1  # of a new barrier, as if the slot had been emptied before
+    for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        pid_m, pid_n = tile_of(tile, num_m, num_n, GROUP_M)
+        for k in range(gl.cdiv(K, BLOCK_K)):
+            hopper.mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            hopper.mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)  # 2 bytes a value
+            x_at, w_at = [pid_m * BLOCK_M, k * BLOCK_K], [pid_n * BLOCK_N, k * BLOCK_K]
+            hopper.tma.async_copy_global_to_shared(x_desc, x_at, bar, x_ring.index(slot))
+            hopper.tma.async_copy_global_to_shared(w_desc, w_at, bar, w_ring.index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def multiply_and_gelu(
+    bias_ptr,
+    out_desc,
+    ring,
+    out_halves,
+    turns,
+    sizes,
+    WHICH: gl.constexpr,
+    GELU: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """A consumer, four warps: every other tile of the program, from WHICH on, 0 or 1."""
+    x_ring, w_ring, full, empty = ring
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_N: gl.constexpr = w_ring.shape[1]
+    BLOCK_K: gl.constexpr = w_ring.shape[2]
+    M, N, K = sizes
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_half = out_halves.index(WHICH)
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 16])
+    num_m, num_n, num_k = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    turn = WHICH ^ 1  # as the producer's phase: the first turn is consumer 0's at once
+    block = WHICH * num_k  # how many the producer fetches before this tile's
+    first = gl.program_id(0) + WHICH * gl.num_programs(0)
+    for tile in range(first, num_m * num_n, 2 * gl.num_programs(0)):
+        pid_m, pid_n = tile_of(tile, num_m, num_n, GROUP_M)
+        slot = block % STAGES
+        phase = block // STAGES & 1
+        # The slot before. Not prev = slot, though it is set anew before its first use: Triton would
+        # see one value of two names, take prev for loop-invariant, and free only the first slot.
+        prev = (slot + STAGES - 1) % STAGES
+        # By turns, so that one multiplies while the other is in its epilogue. It is needed, too: a
+        # barrier's phase is one bit, and a consumer must not be more than a round of the ring ahead
+        # of what it waits for.
+        hopper.mbarrier.wait(turns.index(WHICH), turn)
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+        for k in range(num_k):
+            hopper.mbarrier.wait(full.index(slot), phase)
+            w = w_ring.index(slot).permute((1, 0))
+            acc = hopper.warpgroup_mma(x_ring.index(slot), w, acc, use_acc=k > 0, is_async=True)
+            acc = hopper.warpgroup_mma_wait(1, deps=[acc])  # the block before is done with
+            hopper.mbarrier.arrive(empty.index(prev), pred=k > 0)
+            prev = slot
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        hopper.mbarrier.arrive(turns.index(1 - WHICH))
+
+        cols = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
+        else:
+            bias = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(0, layout))
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        hopper.mbarrier.arrive(empty.index(prev))
+        out = bias_and_gelu(acc, bias, GELU).reshape([BLOCK_M, 2, HALF_N]).permute((0, 2, 1))
+        halves = out.split()
+        for h in gl.static_range(2):  # half the shared memory, for a longer ring
+            half = gl.convert_layout(halves[h], half_layout).to(out_desc.dtype)
+            hopper.tma.store_wait(0)  # until the half before is out
+            out_half.store(half)
+            hopper.fence_async_shared()
+            corner = [pid_m * BLOCK_M, pid_n * BLOCK_N + h * HALF_N]
+            hopper.tma.async_copy_shared_to_global(out_desc, corner, out_half)
+        block += 2 * num_k
+        turn ^= 1
+    hopper.tma.store_wait(0)
+
+
+@gluon.jit
+def linear_gelu_pingpong_kernel(
+    x_desc,  # (M, K) input, in blocks of (BLOCK_M, BLOCK_K), of 16 bits a value
+    w_desc,  # (N, K) weight, in blocks of (BLOCK_N, BLOCK_K)
+    bias_ptr,  # (N,) bias, contiguous, or None
+    out_desc,  # (M, N) output, in blocks of (BLOCK_M, BLOCK_N // 2)
+    M,
+    N,
+    K,
+    GELU: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,  # slots of the ring
+):
+    """linear_gelu_tma_kernel by hand: a producer fetches for two consumers, which take turns."""
+    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = x_desc.dtype
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    out_halves = gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_N // 2], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # which slots are to be read,
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # and which to be filled
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(slot), count=1)
+        hopper.mbarrier.init(empty.index(slot), count=1)
+    for which in gl.static_range(2):
+        hopper.mbarrier.init(turns.index(which), count=1)
+    ring, sizes = (x_ring, w_ring, full, empty), (M, N, K)
+    gl.warp_specialize(
+        [
+            (
+                multiply_and_gelu,
+                (bias_ptr, out_desc, ring, out_halves, turns, sizes, 0, GELU, GROUP_M),
+            ),
+            (
+                multiply_and_gelu,
+                (bias_ptr, out_desc, ring, out_halves, turns, sizes, 1, GELU, GROUP_M),
+            ),
+            (fetch_blocks, (x_desc, w_desc, ring, sizes, GROUP_M)),
+        ],
+        [4, 1],  # warps of the second consumer and of the producer; the first's are the launch's
+        [232, 40],  # and their registers a thread: the producer has no acc to hold
+    )
+
+
+INTERPRET = not isinstance(linear_gelu_kernel, triton.JITFunction)
+DEVICE = "cpu" if INTERPRET else "cuda"
+
+
+@functools.cache
+def gpu(device):
+    """A GPU's compute capability, (0, 0) where it is not NVIDIA's, and its number of SMs."""
+    if INTERPRET:
+        return (0, 0), 1
+    found = torch.cuda.get_device_properties(device)
+    nvidia = torch.version.hip is None
+    return (found.major, found.minor) if nvidia else (0, 0), found.multi_processor_count
+
+
+def takes_tma(tensor):
+    """Whether a matrix can have a descriptor: rows of 16-byte steps, dense, and none empty."""
+    row, column = tensor.stride()
+    return (
+        column == 1
+        and row >= tensor.shape[1] > 0
+        and row * tensor.element_size() % 16 == 0
+        and tensor.data_ptr() % 16 == 0
+        and max(tensor.shape) < 2**31 - 256  # the kernel's indices are int32
+    )
+
+
+def choose(M, N, dtype, capability, sms, tma):
+    """The kernel, its (BLOCK_M, BLOCK_N, BLOCK_K), num_warps and stages.
+
+    tma says whether the tensors can have descriptors. Measured on an H200 (132 SMs, torch 2.11,
+    triton 3.6), as M, K, N; in milliseconds, GELU and all:
+
+    float32            linear_gelu_tma_kernel, 3 stages            cuBLAS alone, then with GELU
+                       128x64x32   64x128x32   128x128x32, 8 warps
+    4096, 768, 3072      0.259       0.278       0.284               0.391    0.416
+    8192, 1024, 4096     0.867       0.943       0.955               1.387    1.451
+    8192, 4096, 16384   12.95       14.36       14.79               21.56    21.80
+
+    bfloat16           pingpong    linear_gelu_tma_kernel, 3 stages     cuBLAS alone, then with GELU
+                       128x128x64  128x128x64  not flat  128x256x64
+    4096, 768, 3072      0.0349      0.0376     0.0386     0.0388       0.0341   0.0517
+    8192, 1024, 4096     0.1028      0.1130     0.1148     0.1133       0.1006   0.1464
+    8192, 4096, 16384    1.610       1.660      1.683        -          1.707    1.893
+    8192, 8192, 8192     1.634       1.671      1.708        -          1.644    1.752
+
+    16, 768, 3072      linear_gelu_kernel: bfloat16 at 16x32x128 0.0071, 16x64x128 0.0076, eager
+    0.0109; float32 at 16x32x64 0.0126, 16x32x128 0.0118 but twice the error, eager 0.0226.
+
+    Not measured: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
+    There the tiles are such as fit shared memory and registers.
+    """
+    half = dtype != torch.float32
+    BLOCK_N = 128 if half else 64
+    tiles = triton.cdiv(M, 128) * triton.cdiv(N, BLOCK_N)
+    # Enough tiles for half the SMs, of which not most of the rows are empty.
+    large = M > 32 and 2 * tiles >= sms
+    # Hopper alone has its matmul instruction. Up to a tile an SM, one of its consumers has none.
+    if tma and half and TRITON_3_6 and capability[0] == 9 and large and tiles > sms:
+        return linear_gelu_pingpong_kernel, (128, 128, 64), 4, 6
+    # 9 and 10 have the 227 KiB of shared memory that two programs of this take; 12 has 99.
+    if tma and capability[0] in (9, 10) and large:
+        return linear_gelu_tma_kernel, (128, BLOCK_N, 64 if half else 32), 4, 3
+    if capability < (8, 0):
+        step = (32, 32, 32), 4, 2
+    elif M <= 32:
+        step = ((16, 32, 128), 4, 5) if half else ((16, 32, 64), 4, 8)
+    elif half and large:
+        step = (128, 128, 32), 8, 4
+    else:
+        step = ((64, 64, 64), 4, 4) if half else ((64, 64, 32), 4, 3)
+    return linear_gelu_kernel, *step
+
+
+def describe(tensor):
+    """A tensor's dtype, and what else about it keeps a kernel from its values."""
+    if type(tensor) not in TENSORS:
+        return str(type(tensor))
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"{tensor.dtype} ({'nested' if tensor.is_nested else tensor.layout})"
+    return f"{tensor.dtype} (a view that negates)" if tensor.is_neg() else str(tensor.dtype)
+
+
+def check(*tensors):
+    """Check that x, weight and bias, if any, are what the kernels take; name what is not."""
+
+    def refuse(error, expected, what):
+        pairs = zip(("x", "weight", "bias"), tensors, strict=False)
+        raise error(f"expected {expected}, got {', '.join(f'{n} {what(t)}' for n, t in pairs)}")
+
+    x, weight, *bias = tensors
+    for t in tensors:
+        usable = type(t) in TENSORS and t.layout == torch.strided and not t.is_nested
+        if not usable or t.dtype not in DTYPES or t.dtype != x.dtype or t.is_neg():
+            refuse(TypeError, "dense tensors, all float32, float16 or bfloat16", describe)
+    if x.device.type != DEVICE or any(t.device != x.device for t in tensors):
+        refuse(ValueError, f"tensors on one {DEVICE} device", lambda t: f"on {t.device}")
+    if x.dim() == 0 or weight.dim() not in (1, 2) or x.shape[-1] != weight.shape[-1]:
+        expected = "x (..., K) and weight (N, K) or (K,)"
+        refuse(ValueError, expected, lambda t: tuple(t.shape))
+    if bias and bias[0].shape != weight.shape[:-1]:
+        refuse(ValueError, f"bias {tuple(weight.shape[:-1])}", lambda t: tuple(t.shape))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        expected = "tensors without grad, or torch.no_grad(): this is forward only"
+        refuse(RuntimeError, expected, lambda t: f"requires_grad={t.requires_grad}")
+
+
+@functools.lru_cache(1024)
+def plan(M, N, dtype, device, tma):
+    """What to launch: the kernel, how many programs, and the kernel's constants and options."""
+    capability, sms = gpu(device)
+    kernel, (BLOCK_M, BLOCK_N, BLOCK_K), num_warps, stages = choose(
+        M, N, dtype, capability, sms, tma
+    )
+    half = dtype != torch.float32
+    options = {
+        "GELU": "erf" if not half else "exp2" if capability == (0, 0) or INTERPRET else "ptx",
+        "GROUP_M": GROUP_M,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": BLOCK_K,
+        "num_warps": num_warps,
+    }
+    programs = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
+    if kernel is linear_gelu_pingpong_kernel:
+        # 12 warps, with the two that it adds; together they have all the registers there are.
+        return kernel, min(programs, sms), options | {"STAGES": stages, "maxnreg": 168}
+    # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
+    options["PRECISION"] = "ieee" if half or capability < (8, 0) else "tf32x3"
+    options["num_stages"] = stages
+    if kernel is linear_gelu_tma_kernel:
+        programs = min(programs, 2 * sms)
+        options["FLATTEN"] = half
+    return kernel, programs, options
+
+
+def descriptor(kernel, tensor, block):
+    if kernel is linear_gelu_tma_kernel:
+        return TensorDescriptor.from_tensor(tensor, block)
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)  # or any type of 16 bits
+    return GluonDescriptor.from_tensor(tensor, block, layout)
+
+
+def launch(device, kernel, programs, arguments, options):
+    # Triton launches on the current GPU, which need not be the tensors'.
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: no effect
+        return kernel[(programs,)](*arguments, **options)
+
+
+def launch_key(tensor):
+    """All of a tensor that decides if it is taken, what is launched, and how that is compiled."""
+    if type(tensor) not in TENSORS or tensor.layout != torch.strided or tensor.is_nested:
+        return type(tensor)
+    aligned = tensor.data_ptr() % 16 == 0
+    wants_grad = tensor.requires_grad and torch.is_grad_enabled()
+    kind = tensor.dtype, tensor.device, aligned, tensor.is_neg(), wants_grad
+    return tensor.shape, tensor.stride(), kind
+
+
+# By launch_key of x, weight and bias: the compiled kernel, and what else launch_again takes.
+_launches = {}
+
+
+def launch_again(x, weight, bias, compiled, programs, descriptors, numbers, shape):
+    """Launches as launch() did, without Triton's search for what it has compiled."""
+    out = torch.empty(shape, device=x.device, dtype=x.dtype)
+    bias_ptr = None if bias is None else bias.data_ptr()
+    if descriptors:
+        x_desc, w_desc, out_desc = map(with_base, descriptors, (x, weight, out))
+        arguments = x_desc, w_desc, bias_ptr, out_desc, *numbers
+    else:
+        arguments = x.data_ptr(), weight.data_ptr(), bias_ptr, out.data_ptr(), *numbers
+    stream = triton.runtime.driver.active.get_current_stream(x.device.index)
+    handles = stream, compiled.function, compiled.packed_metadata, None, None, None
+    compiled.run(programs, 1, 1, *handles, *arguments)
+    return out
+
+
+def with_base(known, tensor):
+    """A descriptor like another, which has passed Triton's checks; a copy, for threads' sake."""
+    made = object.__new__(type(known))
+    made.__dict__ = known.__dict__ | {"base": tensor}
+    return made
+
+
+def fast_linear_gelu(x, weight, bias=None):
+    """gelu(linear(x, weight, bias)) with the exact (erf) GELU; forward only (Section 20.1).
+
+    x is (..., K), weight (N, K), bias (N,) or None, as for torch.nn.functional.linear; a weight of
+    (K,) and a bias of () make one column, which the output then lacks. All float32, float16 or
+    bfloat16, on one device, of any strides; empty ones too. Returns a new, contiguous (..., N)
+    tensor of their dtype. Sums and GELU are in float32, and nothing is rounded in between.
+
+    Copied are only an x whose leading dimensions are no one stride apart, and a strided bias.
+
+    Raises TypeError for another dtype or two, another layout, and subclasses of torch.Tensor;
+    ValueError for two devices and for shapes that do not chain; RuntimeError where one of the
+    tensors requires grad and grad mode is on.
+    """
+    key = launch_key(x), launch_key(weight), launch_key(bias)
+    if key in _launches and x.device.index == torch.cuda.current_device():
+        return launch_again(x, weight, bias, *_launches[key])
+
+    check(x, weight, *(() if bias is None else (bias,)))
+    out = torch.empty(x.shape[:-1] + weight.shape[:-1], device=x.device, dtype=x.dtype)
+    if out.numel() == 0:
+        return out
+    K = x.shape[-1]
+    N = weight.shape[0] if weight.dim() == 2 else 1
+    M = out.numel() // N
+    rows, columns, output = x.reshape(M, K), weight.reshape(N, K), out.view(M, N)
+    dense_bias = None if bias is None else bias.contiguous()
+
+    tma = TensorDescriptor is not None and all(map(takes_tma, (rows, columns, output)))
+    kernel, programs, options = plan(M, N, x.dtype, x.device, tma)
+    descriptors = ()
+    arguments = rows, columns, dense_bias, output
+    if kernel is linear_gelu_kernel:
+        numbers = M, N, K, *rows.stride(), *columns.stride()
+    else:
+        BLOCK_M, BLOCK_N, BLOCK_K = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
+        x_desc = descriptor(kernel, rows, [BLOCK_M, BLOCK_K])
+        w_desc = descriptor(kernel, columns, [BLOCK_N, BLOCK_K])
+        out_desc = descriptor(kernel, output, [BLOCK_M, BLOCK_N // 2])
+        descriptors = x_desc, w_desc, out_desc
+        arguments = x_desc, w_desc, dense_bias, out_desc
+        numbers = M, N, K
+    compiled = launch(x.device, kernel, programs, (*arguments, *numbers), options)
+    as_given = rows.data_ptr() == x.data_ptr() and dense_bias is bias
+    if as_given and compiled is not None and TRITON_3_6 and len(_launches) < 4096:
+        descriptors = tuple(with_base(d, None) for d in descriptors)  # keeps no tensor
+        numbers += tuple(options[name] for name in kernel.arg_names if name in options)
+        _launches[key] = compiled, programs, descriptors, numbers, out.shape
+    return out

@@ -1,0 +1,141 @@
+"""Compiles what a file of beyond/ launches, for GPUs that need not be there.
+
+    python tests/compile_beyond.py fast_linear_gelu sm_90 gfx942
+
+Prints, as JSON, what its wrapper launches on each target: kernel, constants and what is wrong.
+"""
+
+import contextlib
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import gpu_compile  # before triton is imported: it switches the interpreter off
+import torch
+import triton
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "beyond"))
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB that a program may have
+# Bytes that a thread spills where a row just fits the registers, with triton 3.7.1; 3.6.0's are
+# fewer or as many.
+SPILLS = {
+    ("sm_90", "layernorm_ring_kernel", 8192): 8,
+    ("sm_100", "layernorm_ring_kernel", 8192): 16,
+    ("sm_75", "layernorm_pieces_kernel", 16384): 8,
+    ("sm_100", "layernorm_pieces_kernel", 8192): 8,
+    ("sm_100", "layernorm_pieces_kernel", 16384): 32,
+    ("sm_100", "layernorm_pieces_kernel", 32768): 8,
+    ("sm_120", "layernorm_pieces_kernel", 16384): 32,
+    ("sm_120", "layernorm_pieces_kernel", 32768): 8,
+}
+
+
+def linear_gelu_arguments(target):
+    """For each dtype its small step and its large one; and the pingpong kernel without bias."""
+    for M, dtype, has_bias in [
+        (16, torch.float16, True),
+        (4096, torch.bfloat16, True),
+        (16, torch.float32, True),
+        (4096, torch.float32, True),
+        *[(4096, torch.float16, False)] * (target == "sm_90"),
+    ]:
+        x, weight, bias = (torch.empty(s, dtype=dtype) for s in [(M, 768), (3072, 768), 3072])
+        yield x, weight, bias if has_bias else None
+
+
+def layernorm_arguments(target):
+    """Rows of each kernel, masked and not, and those that fill the registers."""
+    for N in (64, 300, 768, 5120, 16384, 32768, 65536, 2**17):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield torch.empty(3, N, dtype=dtype), torch.empty(N), torch.empty(N)
+
+
+ARGUMENTS = {"fast_linear_gelu": linear_gelu_arguments, "fast_layernorm": layernorm_arguments}
+
+
+def launches_on(file, name):
+    """The wrapper's launches where the GPU is the target: (kernel, arguments by name, options)."""
+    target = gpu_compile.TARGETS[name]
+    capability = (0, 0) if target.backend == "hip" else divmod(target.arch, 10)
+    found = []
+
+    def record(kernel, *args, grid, warmup, **options):
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        arguments |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+        found.append((kernel, arguments, options))
+
+    with contextlib.ExitStack() as stack:
+        # The file must not switch the interpreter on, nor take the CPU's tensors for a GPU's.
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
+        module = __import__(file)
+        stack.enter_context(mock.patch.object(JITFunction, "run", record))
+        stack.enter_context(mock.patch.object(module, "DEVICE", "cpu"))
+        stack.enter_context(mock.patch.object(module, "gpu", lambda device: (capability, 132)))
+        if hasattr(module, "plan"):
+            module.plan.cache_clear()
+        for arguments in ARGUMENTS[file](name):
+            stack.enter_context(mock.patch.object(module, "_launches", {}))
+            getattr(module, file)(*arguments)
+    return found
+
+
+def compile_for(target, kernel, arguments, options):
+    """Compiles one launch; types and constants are those of Triton's own just-in-time compiler."""
+    types, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name, value = parameter.name, arguments[parameter.name]
+        special = not parameter.do_not_specialize
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (special and type(value) is int and value == 1)
+        ):
+            types[name], constants[name] = "constexpr", value
+        elif hasattr(value, "base"):
+            layout = f",{value.layout!r}" if kernel.is_gluon() else ""
+            shape = list(value.block_shape)
+            types[name] = f"tensordesc<{TYPES[value.base.dtype]}{shape}{layout}>"
+        elif isinstance(value, float):
+            types[name] = "fp32"
+        else:
+            integer = parameter.annotation_type or "i32"
+            types[name] = f"*{TYPES[value.dtype]}" if torch.is_tensor(value) else integer
+            if torch.is_tensor(value) or (special and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, types, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def expected(fault, name, kernel, arguments):
+    """Whether a fault is known, or as it is meant to be."""
+    if fault.startswith("spills"):
+        known = SPILLS.get((name, kernel.__name__, arguments["BLOCK_N"]), 0)
+        return max(map(int, re.findall(r"\d+", fault))) <= known
+    return fault == "computes in TF32" and arguments.get("PRECISION") == "tf32x3"
+
+
+def check(file, name):
+    target, found = gpu_compile.TARGETS[name], []
+    gpu_compile.SHARED_LIMIT = SHARED.get(name, 64) * 1024
+    for kernel, arguments, options in launches_on(file, name):
+        constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+        compiled = compile_for(target, kernel, arguments, options)
+        faults = gpu_compile.faults_of(compiled, target)
+        faults = [fault for fault in faults if not expected(fault, name, kernel, arguments)]
+        found.append((kernel.__name__, constants | options, faults))
+    return found
+
+
+if __name__ == "__main__":
+    file, *targets = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = cache
+        print(json.dumps({name: check(file, name) for name in targets}))

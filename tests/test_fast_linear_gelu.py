@@ -1,0 +1,722 @@
+"""beyond/fast_linear_gelu.py: its values against float64, what it refuses, what it launches."""
+
+import math
+import re
+import types
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+import watched
+from scripts import DEVICE, INTERPRET, ROOT, load
+from test_memory_safety import sparse  # noqa: F401  (a fixture)
+from test_style import masked_loads_without_other
+from test_wrappers import LAYOUTS, matrix, vector
+from torch.nn.functional import gelu, linear
+
+NAME = "beyond/fast_linear_gelu.py"
+fast = load(NAME)
+fast_linear_gelu = fast.fast_linear_gelu
+TMA = fast.linear_gelu_tma_kernel
+PLAIN = fast.linear_gelu_kernel
+PINGPONG = fast.linear_gelu_pingpong_kernel
+interpreted = pytest.mark.skipif(not INTERPRET, reason="on a GPU no kernel can be watched")
+on_a_gpu = pytest.mark.skipif(INTERPRET, reason="needs a GPU")
+# The interpreter takes bfloat16's bits for integers.
+NUMBERS = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRET)
+every_dtype = pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
+def exact(x, weight, bias=None):
+    x, weight, bias = (t if t is None else t.double().cpu() for t in (x, weight, bias))
+    out = gelu(linear(x, weight))
+    return out if bias is None else gelu(linear(x, weight) + bias)
+
+
+def assert_right(out, x, weight, bias=None, factor=1.0):
+    wanted = exact(x, weight, bias)
+    assert out.shape == wanted.shape and out.dtype == x.dtype and out.device == x.device
+    assert out.is_contiguous() and not out.requires_grad
+    tolerance = ROUNDING[x.dtype] * factor
+    torch.testing.assert_close(out.double().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def inputs(M, K, N, dtype=torch.float32):
+    weight = matrix(N, K, 1) / math.sqrt(max(K, 1))
+    return [t.to(dtype) for t in (matrix(M, K, 0), weight, vector(N, 2))]
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """More than one group of tiles even in the small matrices that are interpreted."""
+    if INTERPRET:
+        monkeypatch.setattr(fast, "GROUP_M", 2)
+    monkeypatch.setattr(fast, "_launches", {})
+    fast.plan.cache_clear()
+    yield
+    fast.plan.cache_clear()
+
+
+def capability_of_this_gpu():
+    return (0, 0) if INTERPRET or torch.version.hip else torch.cuda.get_device_capability()
+
+
+@pytest.fixture
+def descriptors(monkeypatch):
+    """Has the wrapper take linear_gelu_tma_kernel for small matrices, too, and interpreted."""
+    if not INTERPRET and capability_of_this_gpu()[0] not in (9, 10):
+        pytest.skip("needs an NVIDIA GPU of capability 9 or 10")
+    monkeypatch.setattr(fast, "gpu", lambda device: ((10, 0), 3))  # so few SMs: many tiles for each
+
+
+needs_hopper = pytest.mark.skipif(
+    capability_of_this_gpu()[0] != 9, reason="needs an NVIDIA GPU of capability 9"
+)
+
+
+@pytest.fixture
+def pingpong(monkeypatch):
+    """Has the wrapper take linear_gelu_pingpong_kernel for all that has descriptors."""
+    monkeypatch.setattr(fast, "choose", lambda *_: (PINGPONG, (128, 128, 64), 4, 6))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What the wrapper would launch: (kernel, programs, arguments, options)."""
+    made = []
+    monkeypatch.setattr(fast, "launch", lambda device, *launch: made.append(launch))
+    return made
+
+
+# --- Values ---
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values(dtype, layout):
+    x, weight, bias = inputs(70, 40, 33, dtype)
+    x, weight = LAYOUTS[layout](x), LAYOUTS[layout](weight)
+    assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias)
+    assert_right(fast_linear_gelu(x, weight), x, weight)
+
+
+@every_dtype
+def test_values_with_descriptors(descriptors, dtype):
+    x, weight, bias = inputs(300, 72, 264, dtype)
+    for b in (bias, None):
+        with watched.record() as made:
+            out = fast_linear_gelu(x, weight, b)
+        if INTERPRET:
+            assert [launch.name for launch in made] == ["linear_gelu_tma_kernel"]
+        assert_right(out, x, weight, b)
+
+
+# Tiles: 1, 2, an odd number, as many as programs, more; blocks of K: 1, up to the ring's 6, more.
+@needs_hopper
+@pytest.mark.parametrize("dtype", NUMBERS[1:], ids=str)
+@pytest.mark.parametrize("sms", [1, 2, 3, 132])
+@pytest.mark.parametrize(
+    "M, K, N",
+    [
+        (1, 8, 8),
+        (128, 64, 128),
+        (129, 72, 128),
+        (300, 320, 264),
+        (384, 384, 128),
+        (500, 392, 904),
+        (640, 448, 640),
+        (2000, 1000, 1000),
+        (304, 4096, 528),
+    ],
+)
+def test_values_of_the_pingpong_kernel(pingpong, monkeypatch, M, K, N, sms, dtype):
+    monkeypatch.setattr(fast, "gpu", lambda device: ((9, 0), sms))
+    x, weight, bias = inputs(M, K, N, dtype)
+    for b in (bias, None):
+        out = fast_linear_gelu(x, weight, b)
+        assert_right(out, x, weight, b)
+        # A race between producer and consumers would show as values that come and go.
+        assert all(torch.equal(out, fast_linear_gelu(x, weight, b)) for _ in range(20))
+
+
+@needs_hopper
+@pytest.mark.parametrize("K", [1, 200])
+def test_the_pingpong_kernel_reads_no_further_than_its_tensors(pingpong, K):
+    x, weight, bias = inputs(500, K, 264, torch.float16)
+    right = 16 + -K % 8  # rows in steps of 16 bytes
+    wide = [torch.nn.functional.pad(t, (8, right, 3, 3), value=math.nan) for t in (x, weight)]
+    x, weight = (t[3:-3, 8:-right] for t in wide)
+    assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias)
+
+
+@needs_hopper
+def test_a_sum_past_float16(pingpong):
+    x, weight = matrix(200, 64, 0).half(), torch.ones(136, 64, device=DEVICE).half()
+    x[0], x[1] = 60000, -60000
+    out = fast_linear_gelu(x, weight)
+    assert out[0].isposinf().all() and not out[1].any() and out[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 1), (2, 3, 4), (2, 1, 3, 2)], ids=str)
+def test_leading_dimensions(shape):
+    x, weight, bias = (
+        matrix(math.prod(shape), 12, 0).view(*shape, 12),
+        matrix(7, 12, 1),
+        vector(7, 2),
+    )
+    assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias)
+    assert_right(fast_linear_gelu(x, weight[0], bias[0]), x, weight[0], bias[0])
+    assert_right(fast_linear_gelu(x, weight[0]), x, weight[0])
+
+
+@pytest.mark.parametrize(
+    "x, weight, bias",
+    [
+        ((0, 5), (3, 5), 3),
+        ((4, 0, 5), (3, 5), 3),
+        ((5, 0), (3, 0), 3),
+        ((5, 3), (0, 3), 0),
+        ((0,), (3, 0), 3),
+        ((0, 0), (0, 0), 0),
+    ],
+    ids=str,
+)
+def test_empty(x, weight, bias):
+    x, weight, bias = (torch.ones(shape, device=DEVICE) * 0.7 for shape in (x, weight, (bias,)))
+    assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias)
+    assert_right(fast_linear_gelu(x, weight), x, weight)
+
+
+def test_only_what_the_kernel_cannot_take_is_copied(launches):
+    x, weight, bias = matrix(24, 12, 0).view(2, 3, 4, 12), matrix(16, 12, 1), vector(16, 2, True)
+    fast_linear_gelu(x[:, :, :, ::2], weight.T.contiguous().T[:, ::2], bias)  # leads are 1 stride
+    fast_linear_gelu(x.transpose(0, 1), weight, vector(16, 2))
+    taken, copied = (arguments for _, _, arguments, _ in launches)
+    assert taken[0].data_ptr() == x.data_ptr() and taken[0].stride() == (12, 2)
+    assert taken[1].stride() == (1, 32)
+    assert taken[2].is_contiguous() and torch.equal(taken[2], bias)
+    assert copied[0].stride() == (12, 1) and copied[1].data_ptr() == weight.data_ptr()
+
+
+def test_inputs_are_left_as_they_were(descriptors):
+    tensors = inputs(130, 64, 128)
+    before = [t.clone() for t in tensors]
+    fast_linear_gelu(*tensors)
+    assert all(map(torch.equal, tensors, before))
+
+
+STEPS = [
+    "small_groups",
+    "descriptors",
+    pytest.param("pingpong", marks=needs_hopper),
+]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_nan_and_infinity_stay_in_their_rows_and_columns(step, request):
+    request.getfixturevalue(step)
+    for dtype in NUMBERS[step == "pingpong" :]:
+        x, weight, bias = (t.abs() for t in inputs(140, 32, 136, dtype))
+        x[3, 5], x[7, 1], x[9, 1] = math.nan, math.inf, -math.inf
+        weight[4, 2] = math.nan
+        bias[6], bias[8] = math.inf, math.nan
+        out = fast_linear_gelu(x, weight, bias)
+        wanted = gelu(linear(x.double(), weight.double(), bias.double()))
+        # torch's own GELU of -inf is NaN on a GPU and on the CPU -0: -inf * 0 is NaN, and so ours.
+        assert torch.equal(out[9].isnan(), torch.ones(136, dtype=torch.bool, device=DEVICE))
+        rows = torch.arange(140) != 9
+        assert torch.equal(out.isnan()[rows], wanted.isnan()[rows])
+        assert torch.equal(out.isposinf()[rows], wanted.isposinf()[rows])
+        assert out[rows].isfinite().sum() == (140 - 3) * (136 - 3)
+
+
+# --- The GELU alone ---
+
+
+@triton.jit
+def half_gelu_kernel(x_ptr, out_ptr, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + index, mask=index < n, other=0.0)
+    tl.store(out_ptr + index, fast.half_gelu(x * 0.5, GELU), mask=index < n)
+
+
+def half_gelu(x):
+    """float32 in and out, as the kernels apply it to their sums."""
+    out = torch.empty_like(x)
+    GELU = "exp2" if INTERPRET or torch.version.hip else "ptx"
+    half_gelu_kernel[(triton.cdiv(len(x), 4096),)](x, out, len(x), GELU=GELU, BLOCK=4096)
+    return out
+
+
+def every_number_up_to_10(dtype):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    x = x[x.isfinite() & (x.abs() <= 10)]
+    assert len(x) > 30000
+    return x.to(DEVICE)
+
+
+def assert_gelu_right(out, x):
+    """Within one unit in the last place, plus 1e-6, of the exact value."""
+    digits, smallest = (7, -126) if x.dtype == torch.bfloat16 else (10, -14)
+    out, x = out.double().cpu(), x.double().cpu()
+    wanted = x * 0.5 * torch.erfc(-x / math.sqrt(2))
+    exponent = wanted.abs().clamp_min(2.0**smallest).log2().floor()
+    assert ((out - wanted).abs() <= (exponent - digits).exp2() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_gelu_of_every_number_up_to_10(dtype):
+    x = every_number_up_to_10(dtype)
+    assert_gelu_right(half_gelu(x.float()).cpu().to(dtype), x)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", NUMBERS[1:], ids=str)
+def test_the_pingpong_kernel_of_every_number_up_to_10(pingpong, dtype):
+    x = every_number_up_to_10(dtype)
+    first = torch.nn.functional.pad(x[:, None], (0, 7))  # all but the first column is 0
+    out = fast_linear_gelu(first, torch.ones(8, 8, device=DEVICE, dtype=dtype))
+    assert torch.equal(out, out[:, :1].expand_as(out))
+    assert_gelu_right(out[:, 0], x)
+
+
+def test_half_gelu_far_out():
+    x = torch.tensor([math.nan, -math.inf, math.inf, 3e38, 50.0, 0.0, -0.0, -50.0, -1e30, -3e38])
+    out = half_gelu(x.to(DEVICE)).cpu()
+    assert out[:2].isnan().all()
+    assert torch.equal(out[2:], x[2:].clamp_min(0))
+
+
+# --- Memory ---
+
+
+@interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("M, K, N", [(20, 12, 16), (70, 40, 33)])
+def test_every_input_is_read_and_every_output_written_once(layout, M, K, N):
+    x, weight, bias = inputs(M, K, N)
+    x, weight = LAYOUTS[layout](x), LAYOUTS[layout](weight)
+    check_traffic(x, weight, bias)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", NUMBERS[:2], ids=str)
+def test_every_input_is_read_and_every_output_written_once_with_descriptors(descriptors, dtype):
+    x, weight, bias = inputs(150, 100, 264, dtype)
+    # Rows in a wider tensor of NaN, with a step of 16 bytes.
+    x, weight = (torch.nn.functional.pad(t, (8, 12), value=math.nan)[:, 8:-12] for t in (x, weight))
+    check_traffic(x, weight, bias)
+
+
+def check_traffic(x, weight, bias):
+    with watched.record() as made:
+        out = fast_linear_gelu(x, weight, bias)
+    (launch,) = made
+    assert_right(out, x, weight, bias)
+    assert np.array_equal(np.sort(launch.written()), np.sort(watched.addresses(out).ravel()))
+    read = [watched.addresses(t).ravel() for t in (x, weight, bias)]
+    assert np.array_equal(np.unique(launch.read()), np.unique(np.concatenate(read)))
+
+
+@interpreted
+def test_a_stray_descriptor_is_caught(descriptors, monkeypatch):
+    # The watch itself: a descriptor with a row too many.
+    def longer(tensor, block):
+        shape = (tensor.shape[0] + 1, tensor.shape[1])
+        return fast.TensorDescriptor(tensor, shape, tensor.stride(), block)
+
+    monkeypatch.setattr(fast.TensorDescriptor, "from_tensor", longer)
+    x, weight, bias = inputs(140, 64, 128)
+    with pytest.raises(Exception, match="linear_gelu_tma_kernel .* elements that are not its own"):
+        fast_linear_gelu(x, weight, bias)
+
+
+@interpreted
+@pytest.mark.parametrize("axis", ["rows of x", "rows of weight", "columns of x", "steps"])
+def test_past_2_to_the_31(sparse, axis):  # noqa: F811
+    x, weight, bias = matrix(3, 3, 0), matrix(3, 3, 1), vector(3, 2)
+    far = sparse.as_strided((3, 3), (2**30, 1))
+    if axis == "rows of x":
+        x = far.copy_(x)
+    elif axis == "rows of weight":
+        weight = far.copy_(weight)
+    elif axis == "columns of x":
+        x = far.T.copy_(x)
+    else:  # a whole BLOCK_K of columns, 2**26 apart
+        x = sparse.as_strided((3, 40), (1, 2**26)).copy_(matrix(3, 40, 0))
+        weight = x
+    assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias, factor=5)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("K", [16, 17], ids=["descriptors", "pointers"])
+def test_tensors_of_more_than_2_to_the_31_elements(K):
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB of GPU memory")
+    M = 2**31 // K + 130
+    x = torch.empty(M, K, device=DEVICE, dtype=torch.float16).normal_()
+    last = slice(M - 140, M)  # past 2**31
+    few = x[:40].clone()  # enough rows for descriptors
+    assert_right(fast_linear_gelu(x, few)[last], x[last], few)
+    wide = fast_linear_gelu(few, x)
+    assert_right(wide[:, last].contiguous(), few, x[last])
+    del wide
+    many = x[: 2**31 // 2**15 + 130].clone()
+    out = fast_linear_gelu(many, x[: 2**15])
+    assert out.numel() > 2**31
+    assert_right(out[-140:], many[-140:], x[: 2**15])
+
+
+# --- Accuracy on a GPU ---
+
+
+def error(out, wanted):
+    return ((out.double() - wanted).norm() / wanted.norm()).item()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("M", [16, 256, 4096])
+@pytest.mark.parametrize("K", [64, 1024, 8192])
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_error(M, K, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    x, weight, bias = inputs(M, K, 1024, dtype)
+    wanted = gelu(linear(x.double(), weight.double(), bias.double()))
+    eager = error(gelu(linear(x, weight, bias)), wanted)
+    ours = error(fast_linear_gelu(x, weight, bias), wanted)
+    assert ours <= (max(3e-7, eager) if dtype == torch.float32 else 1.05 * eager)
+
+
+# --- What it refuses, before anything is launched ---
+
+X, W, B = torch.ones(20, 12, device=DEVICE), torch.ones(16, 12, device=DEVICE), vector(16, 2)
+OTHER = "meta" if INTERPRET else "cpu"
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((X.half(), W, B), TypeError, "x torch.float16, weight torch.float32, bias torch.float32"),
+        ((X, W, B.bfloat16()), TypeError, "bias torch.bfloat16"),
+        ((X.double(), W.double(), None), TypeError, "x torch.float64, weight torch.float64"),
+        ((X.long(), W.long()), TypeError, "x torch.int64"),
+        ((X.cfloat().conj(), W.cfloat()), TypeError, "x torch.complex64"),
+        ((X, None), TypeError, "weight <class 'NoneType'>"),
+        (([1.0], W), TypeError, "x <class 'list'>"),
+        ((X, W, [0.0] * 16), TypeError, "bias <class 'list'>"),
+        ((X.to_sparse(), W), TypeError, "x torch.float32 (torch.sparse_coo), weight"),
+        ((torch._neg_view(X), W), TypeError, "x torch.float32 (a view that negates)"),
+        ((torch._neg_view(X), torch._neg_view(W)), TypeError, "(a view that negates)"),
+        ((torch.nested.nested_tensor([X[0]]), W), TypeError, "x torch.float32 (nested)"),
+        ((X.as_subclass(Subclass), W), TypeError, "Subclass"),
+        ((X, W.to(OTHER), B), ValueError, f"weight on {OTHER}"),
+        ((X, W, B.to(OTHER)), ValueError, f"bias on {OTHER}"),
+        ((X.to(OTHER), W.to(OTHER)), ValueError, f"x on {OTHER}, weight on {OTHER}"),
+        ((X[0, 0], W), ValueError, "x (), weight (16, 12)"),
+        ((X[:, :11], W), ValueError, "x (20, 11), weight (16, 12)"),
+        ((X, W.T, None), ValueError, "x (20, 12), weight (12, 16)"),
+        ((X, W[None]), ValueError, "weight (1, 16, 12)"),
+        ((X, W[0, 0]), ValueError, "weight ()"),
+        ((X, W, B[:15]), ValueError, "bias (16,), got x (20, 12), weight (16, 12), bias (15,)"),
+        ((X, W, B[:1]), ValueError, "bias (1,)"),
+        ((X, W, B[0]), ValueError, "bias ()"),
+        ((X, W, B[None]), ValueError, "bias (1, 16)"),
+        ((X, W[0], B), ValueError, "bias (), got x (20, 12), weight (12,), bias (16,)"),
+        ((X[:0], W, B[:15]), ValueError, "bias (15,)"),
+    ],
+)
+def test_refuses(launches, arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        fast_linear_gelu(*arguments)
+    assert launches == []
+
+
+@pytest.mark.parametrize("names", [["x"], ["weight"], ["bias"], ["x", "bias"]], ids=str)
+def test_refuses_what_requires_grad(launches, names):
+    tensors = {
+        name: t.clone().requires_grad_(name in names)
+        for name, t in {"x": X, "weight": W, "bias": B}.items()
+    }
+    found = [f"{name} requires_grad={name in names}" for name in tensors]
+    with pytest.raises(RuntimeError, match=f"forward only, got {', '.join(found)}$"):
+        fast_linear_gelu(**tensors)
+    assert launches == []
+    with torch.no_grad():
+        fast_linear_gelu(**tensors)
+    assert len(launches) == 1
+
+
+def test_takes_the_parameters_of_a_layer():
+    layer = torch.nn.Linear(12, 16, device=DEVICE)
+    with torch.inference_mode():
+        assert_right(fast_linear_gelu(X, layer.weight, layer.bias), X, layer.weight, layer.bias)
+
+
+# --- Launches of what has been compiled before ---
+
+
+@pytest.mark.parametrize("M, K, N", [(20, 12, 16), (300, 72, 264)])
+@every_dtype
+def test_each_call_takes_its_own_values(M, K, N, dtype, monkeypatch):
+    if capability_of_this_gpu()[0] in (9, 10):  # descriptors for small matrices
+        monkeypatch.setattr(fast, "gpu", lambda device: (capability_of_this_gpu(), 3))
+    kept = []
+    for seed in range(4):
+        x, weight, bias = (t + seed / 8 for t in inputs(M, K, N, dtype))
+        for b in (bias, None):
+            out = fast_linear_gelu(x, weight, b)
+            assert_right(out, x, weight, b, factor=4)
+            kept.append((out, out.clone()))
+    assert all(torch.equal(out, before) for out, before in kept)
+    assert len(fast._launches) == (0 if INTERPRET else 2)
+
+
+class Compiled:
+    """In place of a compiled kernel: keeps what it is run with."""
+
+    function = packed_metadata = None
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, programs, y, z, stream, function, metadata, hook1, hook2, hook3, *arguments):
+        self.runs.append((programs, arguments))
+
+
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """What launch() has launched, and the kernel that it says it has compiled."""
+    made, kernel = [], Compiled()
+
+    def launch(device, *launch):
+        made.append(launch)
+        return kernel
+
+    monkeypatch.setattr(fast, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: X.device.index)
+    active = types.SimpleNamespace(get_current_stream=lambda device: 0)
+    driver = types.SimpleNamespace(active=active)
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    monkeypatch.setattr(fast, "TRITON_3_6", True)
+    return made, kernel
+
+
+@pytest.mark.parametrize("step", [PLAIN, TMA])
+def test_the_second_launch_is_as_the_first(compiled_once, monkeypatch, step):
+    monkeypatch.setattr(fast, "gpu", lambda device: ((10, 0), 3))
+    made, kernel = compiled_once
+    M, K, N = (20, 12, 16) if step is PLAIN else (300, 72, 264)
+    for seed in range(3):
+        x, weight, bias = (t + seed for t in inputs(M, K, N))
+        out = fast_linear_gelu(x, weight, bias)
+        assert len(made) == 1 and len(kernel.runs) == seed
+    ((first, programs, arguments, options),) = made
+    assert first is step
+    for ran, passed in kernel.runs:
+        assert ran == programs
+        named = dict(zip(step.arg_names, arguments, strict=False)) | options
+        assert list(passed[4:]) == [named[name] for name in step.arg_names[4:]]
+    last = kernel.runs[-1][1][:4]
+    if step is PLAIN:
+        assert last == tuple(t.data_ptr() for t in (x, weight, bias, out))
+    else:
+        assert last[0].base is x and last[1].base is weight and last[3].base is out
+        assert last[2] == bias.data_ptr()
+        for known, now in zip(arguments, last, strict=False):
+            if not torch.is_tensor(known):
+                assert vars(known) == vars(now) | {"base": known.base}
+        kept = next(iter(fast._launches.values()))[2]
+        assert [d.base for d in kept] == [None] * 3  # no tensor is kept
+
+
+def test_what_decides_a_launch(compiled_once):
+    made, kernel = compiled_once
+    x, weight, bias = inputs(20, 12, 16)
+    wide = matrix(20, 16, 3)
+    calls = [
+        (x, weight, bias),
+        (x, weight, None),
+        (x[:19], weight, bias),
+        (x.view(4, 5, 12), weight, bias),
+        (x.half(), weight.half(), bias.half()),
+        (wide[:, :12], weight, bias),
+        (wide[:, 1:13], weight, bias),
+        (x, weight[:8], bias[:8]),
+        (x, weight[0], bias[0]),
+        (x, weight, matrix(17, 1, 4)[1:, 0]),
+    ]
+    for count, arguments in enumerate(calls, 1):
+        fast_linear_gelu(*arguments)
+        assert (len(made), len(kernel.runs)) == (count, 0)
+    with torch.no_grad():
+        fast_linear_gelu(x.clone(), torch.nn.Parameter(weight), bias)  # decides nothing
+    assert (len(made), len(kernel.runs)) == (count, 1)
+    for arguments, error in [
+        ((x.clone().requires_grad_(), weight, bias), RuntimeError),
+        ((torch._neg_view(x), weight, bias), TypeError),
+        ((x.as_subclass(Subclass), weight, bias), TypeError),
+        ((x, weight, bias.half()), TypeError),
+    ]:
+        with pytest.raises(error):
+            fast_linear_gelu(*arguments)
+
+
+def test_a_copy_is_made_each_time(compiled_once):
+    made, kernel = compiled_once
+    for b in (vector(16, 2, True), vector(16, 2, True)):
+        fast_linear_gelu(X, W, b)
+    apart = matrix(24, 12, 0).view(2, 3, 4, 12).transpose(0, 1)
+    for _ in range(2):
+        fast_linear_gelu(apart, W)
+    assert (len(made), len(kernel.runs)) == (4, 0)
+
+
+# --- Which step is taken ---
+
+H200 = ((9, 0), 132)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, gpu, tma, step",
+    [
+        ((4096, 3072), torch.bfloat16, H200, True, (PINGPONG, (128, 128, 64), 4, 6)),
+        ((4096, 3072), torch.float16, H200, True, (PINGPONG, (128, 128, 64), 4, 6)),
+        ((1408, 1537), torch.float16, H200, True, (PINGPONG, (128, 128, 64), 4, 6)),
+        ((1408, 1536), torch.float16, H200, True, (TMA, (128, 128, 64), 4, 3)),
+        ((4096, 3072), torch.float32, H200, True, (TMA, (128, 64, 32), 4, 3)),
+        ((4096, 3072), torch.float16, H200, False, (PLAIN, (128, 128, 32), 8, 4)),
+        ((4096, 3072), torch.float32, H200, False, (PLAIN, (64, 64, 32), 4, 3)),
+        ((16, 3072), torch.bfloat16, H200, True, (PLAIN, (16, 32, 128), 4, 5)),
+        ((32, 65536), torch.bfloat16, H200, True, (PLAIN, (16, 32, 128), 4, 5)),
+        ((33, 65536), torch.bfloat16, H200, True, (PINGPONG, (128, 128, 64), 4, 6)),
+        ((16, 3072), torch.float32, H200, True, (PLAIN, (16, 32, 64), 4, 8)),
+        ((64, 3072), torch.bfloat16, H200, True, (PLAIN, (64, 64, 64), 4, 4)),
+        ((4096, 3072), torch.bfloat16, ((10, 0), 148), True, (TMA, (128, 128, 64), 4, 3)),
+        ((4096, 3072), torch.bfloat16, ((12, 0), 170), True, (PLAIN, (128, 128, 32), 8, 4)),
+        ((4096, 3072), torch.bfloat16, ((8, 0), 108), True, (PLAIN, (128, 128, 32), 8, 4)),
+        ((4096, 3072), torch.bfloat16, ((7, 5), 40), True, (PLAIN, (32, 32, 32), 4, 2)),
+        ((4096, 3072), torch.float32, ((0, 0), 304), True, (PLAIN, (32, 32, 32), 4, 2)),
+    ],
+)
+def test_the_step(shape, dtype, gpu, tma, step, monkeypatch):
+    monkeypatch.setattr(fast, "TRITON_3_6", True)
+    assert fast.choose(*shape, dtype, *gpu, tma) == step
+
+
+def test_an_older_triton_has_another_gluon(monkeypatch):
+    monkeypatch.setattr(fast, "TRITON_3_6", False)
+    step = fast.choose(4096, 3072, torch.bfloat16, *H200, True)
+    assert step == (TMA, (128, 128, 64), 4, 3)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, precision, gelus",
+    [
+        ((9, 0), torch.float32, "tf32x3", "erf"),
+        ((8, 0), torch.float32, "tf32x3", "erf"),
+        ((7, 5), torch.float32, "ieee", "erf"),
+        ((0, 0), torch.float32, "ieee", "erf"),
+        ((9, 0), torch.bfloat16, "ieee", "exp2" if INTERPRET else "ptx"),
+        ((0, 0), torch.float16, "ieee", "exp2"),
+    ],
+)
+def test_precision_and_gelu(launches, monkeypatch, capability, dtype, precision, gelus):
+    monkeypatch.setattr(fast, "gpu", lambda device: (capability, 132))
+    fast_linear_gelu(X.to(dtype), W.to(dtype))
+    ((_, _, _, options),) = launches
+    assert (options["PRECISION"], options["GELU"]) == (precision, gelus)
+
+
+@pytest.mark.parametrize("hip, capability", [(None, (9, 0)), ("7.0", (0, 0))])
+def test_what_it_knows_of_a_gpu(monkeypatch, hip, capability):
+    properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(fast, "INTERPRET", False)
+    assert fast.gpu.__wrapped__(torch.device("cuda:0")) == (capability, 132)
+
+
+def test_two_programs_an_sm_and_no_more_than_tiles(launches, monkeypatch):
+    monkeypatch.setattr(fast, "gpu", lambda device: ((9, 0), 3))
+    for rows in (1280, 256):
+        fast_linear_gelu(X.new_ones(rows, 64), X.new_ones(128, 64))
+    assert [(kernel, programs) for kernel, programs, *_ in launches] == [(TMA, 6), (TMA, 4)]
+
+
+@pytest.mark.parametrize("M, programs", [(4096, 132), (300, 72)])
+def test_one_program_an_sm_for_the_pingpong_kernel(pingpong, monkeypatch, M, programs):
+    monkeypatch.setattr(fast, "gpu", lambda device: H200)
+    kernel, made, options = fast.plan(M, 3072, torch.float16, torch.device("cuda"), True)
+    assert (kernel, made) == (PINGPONG, programs)
+    assert options.keys() == set(PINGPONG.arg_names[7:]) | {"num_warps", "maxnreg"}
+    assert (options["STAGES"], options["num_warps"]) == (6, 4)
+
+
+@pytest.mark.parametrize(
+    "shape, strides, offset, takes",
+    [
+        ((64, 64), (64, 1), 0, True),
+        ((64, 61), (64, 1), 4, True),
+        ((64, 64), (64, 1), 1, False),
+        ((64, 62), (62, 1), 0, False),
+        ((64, 32), (64, 2), 0, False),
+        ((64, 64), (1, 64), 0, False),
+        ((64, 64), (0, 1), 0, False),
+        ((64, 0), (64, 1), 0, False),
+        ((64, 64), (4, 1), 0, False),
+        ((2**31, 4), (4, 1), 0, False),
+    ],
+)
+def test_what_takes_descriptors(shape, strides, offset, takes):
+    buffer = torch.empty(2**33 + 8, device="meta")
+    view = buffer.as_strided(shape, strides, offset)
+    assert fast.takes_tma(view) == takes
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "output"])
+def test_what_takes_no_descriptor_takes_pointers(descriptors, which):
+    x, weight, bias = inputs(130, 64, 130 if which == "output" else 128)
+    if which == "x":
+        x = LAYOUTS["columns of a wider tensor"](x)
+    elif which == "weight":
+        weight = LAYOUTS["columns of a wider tensor"](weight)
+    with watched.record() as made:
+        out = fast_linear_gelu(x, weight, bias)
+    if INTERPRET:
+        assert [launch.name for launch in made] == ["linear_gelu_kernel"]
+    assert_right(out, x, weight, bias)
+
+
+def test_an_older_triton_has_no_descriptors(descriptors, monkeypatch, launches):
+    monkeypatch.setattr(fast, "TensorDescriptor", None)
+    fast_linear_gelu(*inputs(1280, 64, 128))
+    assert launches[0][0] is PLAIN
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or INTERPRET, reason="needs two GPUs")
+@pytest.mark.parametrize("M", [20, 4096])
+def test_on_a_gpu_that_is_not_the_current_one(M):
+    x, weight, bias = (t.to("cuda:1") for t in inputs(M, 64, 1024, torch.float16))
+    assert torch.cuda.current_device() == 0
+    assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias)
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(ValueError, match="weight on cuda:0"):
+        fast_linear_gelu(x, weight.to("cuda:0"), bias)
+
+
+# --- The file ---
+
+
+def test_the_file_stands_alone_in_ascii():
+    source = (ROOT / NAME).read_bytes()
+    assert source.isascii()
+    imported = re.findall(r"^ *(?:import|from) (\w+)", source.decode(), re.MULTILINE)
+    assert set(imported) == {"functools", "torch", "triton", "fast_linear_gelu"}  # its own example
+    assert masked_loads_without_other(source) == []
