@@ -31,10 +31,16 @@ DEVICE = "cpu" if INTERPRET else "cuda"
 
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+except ModuleNotFoundError:  # an older triton: the steps without shared memory of their own
+    gluon, gl, async_copy = triton, tl, None
+
+# Before 3.6, gluon was another, and a compiled kernel took other arguments.
+TRITON_3_6 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a significand
 LONGEST = 2**20
 
@@ -322,7 +328,8 @@ def choose(N, dtype, capability):
         constants = {"ROWS": rows, "BLOCK_N": BLOCK_N, "MASKED": N < BLOCK_N, "CORRECT": correct}
         return layernorm_rows_kernel, rows, constants, {"num_warps": 2 if half else 4}
     plan = PLANS[BLOCK_N][half] if BLOCK_N in PLANS else None
-    if plan is None and N % 8192 == 0 and 2**15 < N <= 2**16 and capability[0] in (9, 10):
+    rings = TRITON_3_6 and capability[0] in (9, 10)
+    if plan is None and N % 8192 == 0 and 2**15 < N <= 2**16 and rings:
         # 192 KiB of shared memory, which other GPUs have not.
         constants = {"SLOTS": N // 8192 - 2, "HELD": 2, "BLOCK_N": 8192}
         return layernorm_ring_kernel, 1, constants, {"num_warps": 32}
@@ -452,7 +459,7 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
             rows, gamma, beta, out, *numbers, float(eps), **constants, **options
         )
     as_given = rows.data_ptr() == x.data_ptr() and gamma is weight and beta is bias
-    if as_given and not INTERPRET and len(_launches) < 4096:
+    if as_given and TRITON_3_6 and not INTERPRET and len(_launches) < 4096:
         handles = compiled.function, compiled.packed_metadata, None, None, None
         _launches[key] = compiled.run, programs, handles, numbers, tuple(constants.values())
     return out
