@@ -25,6 +25,7 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from unittest import mock
 
 try:
     import torch
@@ -42,11 +43,12 @@ from triton.testing import do_bench
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "beyond/results"
-HALVES = ("layernorm", "linear-gelu", "host")
+HALVES = ("host", "layernorm", "linear-gelu")
 ELEMENTS = 2**28  # of x in a LayerNorm case: half a GiB or one, more than any L2 cache
 LENGTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 16384, 32768, 65536)
 SHAPES = ((4096, 768, 3072), (8192, 1024, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 SMALL = (16, 768, 3072)
+CALLS = 500  # in a row, for the host's time
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -96,7 +98,8 @@ def layernorm_contenders(N, dtype, thorough):
             x, weight, bias, out, M, N, N, 1e-5, BLOCK_N=block, num_warps=warps
         )
 
-    warps = best({w: chapters(w) for w in (1, 2, 4, 8, 16, 32)})
+    fits = [w for w in (1, 2, 4, 8, 16, 32) if N <= 4096 * w]  # fewer take minutes to compile
+    warps = best({w: chapters(w) for w in fits})
     contenders = {
         "copy": lambda: out.copy_(x),
         "fast_layernorm": lambda: fast.fast_layernorm(x, weight, bias),
@@ -105,18 +108,45 @@ def layernorm_contenders(N, dtype, thorough):
     }
     if thorough:
         contenders["max-autotune"] = compiled(eager, mode="max-autotune-no-cudagraphs")
-    contenders["chapter, 4 warps"] = chapters(4)
+    if 4 in fits:
+        contenders["chapter, 4 warps"] = chapters(4)
     contenders[f"chapter, best ({warps} warps)"] = chapters(warps)
-    if installed("liger-kernel"):
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-
-        contenders["Liger"] = lambda: LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
-    if installed("quack-kernels"):
-        from quack.rmsnorm import layernorm_fwd
-
-        float_weight, float_bias = weight.float(), bias.float()  # it takes no others
-        contenders["QuACK"] = lambda: layernorm_fwd(x, float_weight, float_bias, 1e-5)
+    # The ladder's steps before the last, where they are not the chapter's.
+    kernel, _, constants, options = fast.choose(N, dtype, fast.gpu(x.device)[0])
+    tensors = x, weight, bias, out, M, N, N, 1e-5
+    if constants.get("HIDE"):
+        all_float32 = constants | options | {"HIDE": False}
+        contenders["pieces as float32"] = lambda: kernel[(M,)](*tensors, **all_float32)
+    if kernel is fast.layernorm_ring_kernel:
+        chunks = fast.layernorm_chunks_kernel
+        contenders["chunks"] = lambda: chunks[(M,)](*tensors, BLOCK_N=8192, num_warps=16)
+    contenders |= peer("Liger", "liger-kernel", lambda: liger(x, weight, bias))
+    contenders |= peer("QuACK", "quack-kernels", lambda: quack(x, weight, bias))
     return contenders
+
+
+def peer(name, package, make):
+    """{name: call} where the package is installed, and loads."""
+    if not installed(package):
+        return {}
+    try:
+        return {name: make()}
+    except ImportError as error:
+        print(f"  {name} is left out: {error}")
+        return {}
+
+
+def liger(x, weight, bias):
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return lambda: LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
+
+
+def quack(x, weight, bias):
+    from quack.rmsnorm import layernorm_fwd
+
+    weight, bias = weight.float(), bias.float()  # it takes no others
+    return lambda: layernorm_fwd(x, weight, bias, 1e-5)
 
 
 def linear_gelu_contenders(M, K, N, dtype, thorough):
@@ -144,16 +174,36 @@ def linear_gelu_contenders(M, K, N, dtype, thorough):
         "eager": eager,
         "torch.compile": compiled(eager),
     }
-    if thorough:
+    if thorough and dtype != torch.float32:  # in float32 it searches for minutes
         contenders["max-autotune"] = compiled(eager, mode="max-autotune-no-cudagraphs")
     if dtype != torch.float32:
         contenders["cuBLASLt, tanh (not exact)"] = lambda: torch._addmm_activation(
             bias, x, weight.T, use_gelu=True
         )
+    if (M, K, N) in SHAPES[:2] and dtype != torch.float32:
+        # The ladder's steps before the last.
+        pointers, tma = fast.linear_gelu_kernel, fast.linear_gelu_tma_kernel
+        for name, gelu_by, *choice in (
+            ("pointers, erf", "erf", pointers, (128, 128, 32), 8, 4),
+            ("TMA, erf", "erf", tma, (128, 128, 64), 4, 3),
+            ("TMA, polynomial", "ptx", tma, (128, 128, 64), 4, 3),
+        ):
+            contenders[name] = linear_gelu_step(fast, gelu_by, choice, x, weight, bias, out)
     if M * K * N <= 2**34:
         contenders["chapter, its own tile"] = chapters(16, 16, 16)
     contenders[f"chapter, best tile ({tile})"] = tiles[tile]
     return contenders
+
+
+def linear_gelu_step(fast, gelu_by, choice, x, weight, bias, out):
+    """A launch with this choice of kernel, tile, warps and stages, in place of fast.choose's."""
+    with mock.patch.object(fast, "choose", lambda *_: choice):
+        kernel, programs, options = fast.plan.__wrapped__(
+            len(x), len(weight), x.dtype, x.device, True
+        )
+    options["GELU"] = gelu_by
+    tensors, numbers = fast.arguments_of(kernel, options, x, weight, bias, out)
+    return lambda: kernel[(programs,)](*tensors, *numbers, **options)
 
 
 def rounds_of(contenders, count, milliseconds):
@@ -202,7 +252,6 @@ def show(title, rows):
 
 def layernorm(quick):
     lengths = (256, 4096, 32768) if quick else LENGTHS
-    found = []
     for N in lengths:
         for dtype, name in NAMES.items():
             torch._dynamo.reset()
@@ -211,14 +260,12 @@ def layernorm(quick):
             case = {"dtype": name, "M": ELEMENTS // N, "N": N}
             rows = rows_of(case, times, "copy", lambda ms, size=size: {"TB/s": size / ms / 1e9})
             show(f"LayerNorm, {name}, {ELEMENTS // N} x {N}", rows)
-            found += rows
-    return found
+            yield rows
 
 
 def linear_gelu(quick):
     cases = [(*shape, torch.bfloat16) for shape in (*SHAPES, SMALL)]
     cases += [(*shape, torch.float32) for shape in (*SHAPES[:3], SMALL)]
-    found = []
     for M, K, N, dtype in cases[:1] if quick else cases:
         torch._dynamo.reset()
         contenders = linear_gelu_contenders(M, K, N, dtype, not quick)
@@ -229,8 +276,7 @@ def linear_gelu(quick):
             case, times, "linear alone", lambda ms, n=operations: {"TFLOP/s": n / ms / 1e9}
         )
         show(f"Linear + bias + GELU, {NAMES[dtype]}, {M} x {K} x {N}", rows)
-        found += rows
-    return found
+        yield rows
 
 
 def host(quick):
@@ -257,7 +303,6 @@ def host(quick):
             "fast_linear_gelu": lambda: linears.fast_linear_gelu(a, weight, bias),
         },
     }
-    found = []
     for group, calls in groups.items():
         times = {name: [] for name in calls}
         for _ in range(11):
@@ -265,9 +310,10 @@ def host(quick):
                 call()
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                for _ in range(500):
+                for _ in range(CALLS):
                     call()
-                times[name].append((time.perf_counter() - start) / 500 * 1e6)
+                times[name].append((time.perf_counter() - start) / CALLS * 1e6)
+        found = []
         print(f"{group}: microseconds of the host's time a call")
         for name, t in times.items():
             print(f"  {name:32} {statistics.median(t):6.1f} ({min(t):.1f} to {max(t):.1f})")
@@ -277,7 +323,7 @@ def host(quick):
                 | {"lowest_us": min(t), "highest_us": max(t), "time_over_eager": ratio}
             )
         print(flush=True)
-    return found
+        yield found
 
 
 def installed(package):
@@ -300,14 +346,12 @@ def machine():
 
 def write(path, rows):
     """Writes rows, with the machine's columns, as CSV. Returns them as they then are read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *machine()], lineterminator="\n")
         writer.writeheader()
         for row in rows:
             short = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
             writer.writerow(short | machine())
-    print(f"wrote {path}", flush=True)
     return read(path)
 
 
@@ -433,7 +477,6 @@ def finish(figure, path, handles, labels, title):
     figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.suptitle(title)
     figure.savefig(path, dpi=150, facecolor="white")
-    print(f"wrote {path}", flush=True)
 
 
 def main():
@@ -452,12 +495,17 @@ def main():
     matplotlib.rcdefaults()
     torch.set_grad_enabled(False)
     print(", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     for half in options.halves or HALVES:
         name = half.replace("-", "_")
-        rows = write(options.out / f"{name}.csv", globals()[name](options.quick))
+        found = []
+        for case in globals()[name](options.quick):
+            found += case
+            rows = write(options.out / f"{name}.csv", found)  # each time: what is cut short is kept
         (options.out / f"{name}.md").write_text(globals()[f"table_{name}"](rows) + "\n")
         if plot := globals().get(f"plot_{name}"):
             plot(options.out / f"{name}.png", rows)
+        print(f"wrote {options.out}/{name}.*", flush=True)
 
 
 if __name__ == "__main__":

@@ -450,6 +450,19 @@ def descriptor(kernel, tensor, block):
     return GluonDescriptor.from_tensor(tensor, block, layout)
 
 
+def arguments_of(kernel, options, x, weight, bias, out):
+    """What a kernel takes beside its constants: x, weight, bias and out, then the numbers."""
+    M, K = x.shape
+    N = len(weight)
+    if kernel is linear_gelu_kernel:
+        return (x, weight, bias, out), (M, N, K, *x.stride(), *weight.stride())
+    BLOCK_M, BLOCK_N, BLOCK_K = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
+    x_desc = descriptor(kernel, x, [BLOCK_M, BLOCK_K])
+    w_desc = descriptor(kernel, weight, [BLOCK_N, BLOCK_K])
+    out_desc = descriptor(kernel, out, [BLOCK_M, BLOCK_N // 2])
+    return (x_desc, w_desc, bias, out_desc), (M, N, K)
+
+
 def launch(device, kernel, programs, arguments, options):
     # Triton launches on the current GPU, which need not be the tensors'.
     with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: no effect
@@ -522,22 +535,12 @@ def fast_linear_gelu(x, weight, bias=None):
 
     tma = TensorDescriptor is not None and all(map(takes_tma, (rows, columns, output)))
     kernel, programs, options = plan(M, N, x.dtype, x.device, tma)
-    descriptors = ()
-    arguments = rows, columns, dense_bias, output
-    if kernel is linear_gelu_kernel:
-        numbers = M, N, K, *rows.stride(), *columns.stride()
-    else:
-        BLOCK_M, BLOCK_N, BLOCK_K = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
-        x_desc = descriptor(kernel, rows, [BLOCK_M, BLOCK_K])
-        w_desc = descriptor(kernel, columns, [BLOCK_N, BLOCK_K])
-        out_desc = descriptor(kernel, output, [BLOCK_M, BLOCK_N // 2])
-        descriptors = x_desc, w_desc, out_desc
-        arguments = x_desc, w_desc, dense_bias, out_desc
-        numbers = M, N, K
-    compiled = launch(x.device, kernel, programs, (*arguments, *numbers), options)
+    tensors, numbers = arguments_of(kernel, options, rows, columns, dense_bias, output)
+    compiled = launch(x.device, kernel, programs, tensors + numbers, options)
     as_given = rows.data_ptr() == x.data_ptr() and dense_bias is bias
     if as_given and compiled is not None and TRITON_3_6 and len(_launches) < 4096:
-        descriptors = tuple(with_base(d, None) for d in descriptors)  # keeps no tensor
+        described = () if kernel is linear_gelu_kernel else (tensors[0], tensors[1], tensors[3])
+        descriptors = tuple(with_base(d, None) for d in described)  # keeps no tensor
         numbers += tuple(options[name] for name in kernel.arg_names if name in options)
         _launches[key] = compiled, programs, descriptors, numbers, out.shape
     return out
