@@ -303,7 +303,8 @@ def layernorm_chunks_kernel(
 
 
 # For a row of so many columns: its pieces, the warps of a program, and the most registers of a
-# thread (None: what the compiler takes); in float32, and in 16 bits.
+# thread (None: what the compiler takes); in float32, and in 16 bits. The fastest on an H200 of what
+# was tried: 1, 2, 4 or 8 pieces, 1 to 32 warps. results/layernorm.csv has what they reach.
 PLANS = {
     512: ((1, 2, None), (1, 1, None)),  # as such, such a row is one of several
     1024: ((1, 4, None), (1, 2, None)),

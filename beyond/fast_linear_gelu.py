@@ -337,24 +337,11 @@ def takes_tma(tensor):
 def choose(M, N, dtype, capability, sms, tma):
     """The kernel, its (BLOCK_M, BLOCK_N, BLOCK_K), num_warps and stages.
 
-    tma says whether the tensors can have descriptors. Measured on an H200 (132 SMs, torch 2.11,
-    triton 3.6), as M, K, N; in milliseconds, GELU and all:
-
-    float32            linear_gelu_tma_kernel, 3 stages            cuBLAS alone, then with GELU
-                       128x64x32   64x128x32   128x128x32, 8 warps
-    4096, 768, 3072      0.259       0.278       0.284               0.391    0.416
-    8192, 1024, 4096     0.867       0.943       0.955               1.387    1.451
-    8192, 4096, 16384   12.95       14.36       14.79               21.56    21.80
-
-    bfloat16           pingpong    linear_gelu_tma_kernel, 3 stages     cuBLAS alone, then with GELU
-                       128x128x64  128x128x64  not flat  128x256x64
-    4096, 768, 3072      0.0349      0.0376     0.0386     0.0388       0.0341   0.0517
-    8192, 1024, 4096     0.1028      0.1130     0.1148     0.1133       0.1006   0.1464
-    8192, 4096, 16384    1.610       1.660      1.683        -          1.707    1.893
-    8192, 8192, 8192     1.634       1.671      1.708        -          1.644    1.752
-
-    16, 768, 3072      linear_gelu_kernel: bfloat16 at 16x32x128 0.0071, 16x64x128 0.0076, eager
-    0.0109; float32 at 16x32x64 0.0126, 16x32x128 0.0118 but twice the error, eager 0.0226.
+    tma says whether the tensors can have descriptors. What it takes was the fastest on an H200 (132
+    SMs, torch 2.11, triton 3.6) of what was tried, at M, K, N = 4096, 768, 3072 and three larger: in
+    float32 128x64x32 of nine tiles by TMA, at 0.63 of cuBLAS's time without GELU (64x128x32: 0.69);
+    in bfloat16 pingpong, of 21 by TMA and 7 by hand; and for 16, 768, 3072 by pointers 16x32x128 of
+    eight in bfloat16, 16x32x64 in float32, where 16x32x128 is faster, at twice the error.
 
     Not measured: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
     There the tiles are such as fit shared memory and registers.
