@@ -337,11 +337,11 @@ def takes_tma(tensor):
 def choose(M, N, dtype, capability, sms, tma):
     """The kernel, its (BLOCK_M, BLOCK_N, BLOCK_K), num_warps and stages.
 
-    tma says whether the tensors can have descriptors. What it takes was the fastest on an H200 (132
-    SMs, torch 2.11, triton 3.6) of what was tried, at M, K, N = 4096, 768, 3072 and three larger: in
-    float32 128x64x32 of nine tiles by TMA, at 0.63 of cuBLAS's time without GELU (64x128x32: 0.69);
-    in bfloat16 pingpong, of 21 by TMA and 7 by hand; and for 16, 768, 3072 by pointers 16x32x128 of
-    eight in bfloat16, 16x32x64 in float32, where 16x32x128 is faster, at twice the error.
+    tma says whether the tensors can have descriptors. What is taken was the fastest of what was
+    tried on an H200 (torch 2.11, triton 3.6) at benchmark.py's shapes: tiles of 64 to 256 a side,
+    2 to 6 stages, 4 or 8 warps, one, two or three programs an SM; for 16 rows tiles of 16 to 64 by
+    32 to 256. In float32 a block of 128 would be faster there than 64, at twice the error.
+    results/linear_gelu.csv has what they reach.
 
     Not measured: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
     There the tiles are such as fit shared memory and registers.
