@@ -460,7 +460,7 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
             rows, gamma, beta, out, *numbers, float(eps), **constants, **options
         )
     as_given = rows.data_ptr() == x.data_ptr() and gamma is weight and beta is bias
-    if as_given and TRITON_3_6 and not INTERPRET and len(_launches) < 4096:
+    if as_given and TRITON_3_6 and compiled is not None and len(_launches) < 4096:
         handles = compiled.function, compiled.packed_metadata, None, None, None
         _launches[key] = compiled.run, programs, handles, numbers, tuple(constants.values())
     return out

@@ -28,12 +28,11 @@ SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB that a
 SPILLS = {
     ("sm_90", "layernorm_ring_kernel", 8192): 8,
     ("sm_100", "layernorm_ring_kernel", 8192): 16,
-    ("sm_75", "layernorm_pieces_kernel", 16384): 8,
-    ("sm_100", "layernorm_pieces_kernel", 8192): 8,
-    ("sm_100", "layernorm_pieces_kernel", 16384): 32,
-    ("sm_100", "layernorm_pieces_kernel", 32768): 8,
-    ("sm_120", "layernorm_pieces_kernel", 16384): 32,
-    ("sm_120", "layernorm_pieces_kernel", 32768): 8,
+    ("sm_90", "layernorm_pieces_kernel", 32768): 24,
+    ("sm_100", "layernorm_pieces_kernel", 32768): 40,
+    ("sm_120", "layernorm_pieces_kernel", 32768): 40,
+    ("sm_100", "layernorm_pieces_kernel", 4096): 56,
+    ("sm_120", "layernorm_pieces_kernel", 4096): 56,
 }
 
 
