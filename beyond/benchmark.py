@@ -1,9 +1,9 @@
 """Times the fast kernels beside what a reader would use instead, all in one run on one GPU.
 
     pip install matplotlib
-    python beyond/benchmark.py                      # everything, into beyond/results/
-    python beyond/benchmark.py layernorm --quick    # one half, few sizes: under a minute
-    python beyond/benchmark.py --out DIR            # leaves beyond/results/ as it is
+    python beyond/benchmark.py                              # everything, into beyond/results/
+    python beyond/benchmark.py --out DIR                    # leaves beyond/results/ as it is
+    python beyond/benchmark.py layernorm --quick --out DIR  # one half, few sizes: under a minute
 
 The contenders of a case take turns, round after round (A B C, A B C, ...), the L2 cache flushed
 before each call (triton.testing.do_bench): a GPU's clocks and its power limit change from moment to
@@ -18,6 +18,7 @@ are installed.
 
 import argparse
 import csv
+import functools
 import importlib.util
 import statistics
 import subprocess
@@ -180,7 +181,8 @@ def linear_gelu_contenders(M, K, N, dtype, thorough):
         contenders["cuBLASLt, tanh (not exact)"] = lambda: torch._addmm_activation(
             bias, x, weight.T, use_gelu=True
         )
-    if (M, K, N) in SHAPES[:2] and dtype != torch.float32:
+    descriptors = fast.gpu(x.device)[0][0] in (9, 10)
+    if (M, K, N) in SHAPES[:2] and dtype != torch.float32 and descriptors:
         # The ladder's steps before the last.
         pointers, tma = fast.linear_gelu_kernel, fast.linear_gelu_tma_kernel
         for name, gelu_by, *choice in (
@@ -214,7 +216,7 @@ def rounds_of(contenders, count, milliseconds):
             call()
             times[name] = []
         except Exception as error:  # whatever a peer may raise, the others are still measured
-            print(f"  {name} failed: {type(error).__name__}: {str(error).splitlines()[0]}")
+            print(f"  {name} failed: {repr(error).splitlines()[0]}")
     for _ in range(count):
         for name in times:
             call = contenders[name]
@@ -333,11 +335,15 @@ def installed(package):
         return None
 
 
+@functools.cache
 def machine():
     """What the figures were measured with, as columns of the CSV."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.split()
-    columns = {"gpu": torch.cuda.get_device_name(), "driver": driver[0] if driver else "unknown"}
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
+    except (OSError, IndexError):  # no nvidia-smi, or it says nothing
+        driver = "unknown"
+    columns = {"gpu": torch.cuda.get_device_name(), "driver": driver}
     columns["cuda"] = torch.version.cuda
     for package in ("torch", "triton", "liger-kernel", "quack-kernels"):
         columns[package] = installed(package) or "not installed"
@@ -487,11 +493,11 @@ def main():
     options = parser.parse_args()
     if wrong := set(options.halves) - set(HALVES):
         parser.error(f"no such half: {', '.join(sorted(wrong))}; there are {', '.join(HALVES)}")
+    if options.quick and options.out.resolve() == RESULTS:
+        parser.error("--quick is not what README.md quotes: give another folder with --out")
     if not torch.cuda.is_available():
         print("benchmark.py needs a GPU: torch sees none", file=sys.stderr)
         sys.exit(2)
-    if options.quick and options.out == RESULTS:
-        options.out = Path("results-quick")  # a quick look is not what README.md quotes
     matplotlib.rcdefaults()
     torch.set_grad_enabled(False)
     print(", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)

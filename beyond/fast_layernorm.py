@@ -10,7 +10,7 @@ layernorm_rows_kernel takes several rows a program, where one is too short to ke
 layernorm_pieces_kernel holds a row in pieces, and so needs no power of two as long as the row; of a
 long row in half precision it keeps the 16-bit values, and not twice as many registers of float32.
 layernorm_ring_kernel keeps most of a row in shared memory, where float32 outgrows the registers.
-layernorm_chunks_kernel reads a row of any length twice, the second time from the L2 cache.
+layernorm_chunks_kernel reads a row of any length, twice.
 
 All compute in float32. Where a row's sum may lose bits (CORRECT), the mean is corrected by what is
 left of the differences from it: the corrected two-pass algorithm of Chan, Golub and LeVeque,
@@ -27,7 +27,6 @@ import torch
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 INTERPRET = INTERPRET or not torch.cuda.is_available()
 os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
-DEVICE = "cpu" if INTERPRET else "cuda"
 
 import triton
 import triton.language as tl
@@ -39,8 +38,10 @@ try:
 except ModuleNotFoundError:  # an older triton: the steps without shared memory of their own
     gluon, gl, async_copy = triton, tl, None
 
-# Before 3.6, gluon was another, and a compiled kernel took other arguments.
-TRITON_3_6 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+TUPLES = VERSION >= (3, 4)  # in kernels, as layernorm_pieces_kernel has them
+TRITON_3_6 = VERSION >= (3, 6)  # before, gluon was another, and compiled.run took other arguments
+TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a significand
 LONGEST = 2**20
 
@@ -237,7 +238,7 @@ def layernorm_ring_kernel(
         inv_std = gl.div_rn(1.0, gl.sqrt_rn(sum_squares / N - rest * rest + eps))
 
         # As soon as a slot's piece is out, the next row's comes in.
-        next_row = x_row + gl.num_programs(0) * stride_m
+        next_row = x_row + gl.num_programs(0).to(gl.int64) * stride_m
         more = row + gl.num_programs(0) < M
         for p in range(SLOTS):
             c = p * BLOCK_N + cols
@@ -302,6 +303,9 @@ def layernorm_chunks_kernel(
         tl.store(out_row + start + cols, x_norm.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+INTERPRET = not isinstance(layernorm_rows_kernel, triton.JITFunction)  # if triton came first
+DEVICE = "cpu" if INTERPRET else "cuda"
+
 # For a row of so many columns: its pieces, the warps of a program, and the most registers of a
 # thread (None: what the compiler takes); in float32, and in 16 bits. The fastest on an H200 of what
 # was tried: 1, 2, 4 or 8 pieces, 1 to 32 warps. results/layernorm.csv has what they reach.
@@ -328,7 +332,7 @@ def choose(N, dtype, capability):
         rows = 1024 // BLOCK_N
         constants = {"ROWS": rows, "BLOCK_N": BLOCK_N, "MASKED": N < BLOCK_N, "CORRECT": correct}
         return layernorm_rows_kernel, rows, constants, {"num_warps": 2 if half else 4}
-    plan = PLANS[BLOCK_N][half] if BLOCK_N in PLANS else None
+    plan = PLANS[BLOCK_N][half] if BLOCK_N in PLANS and TUPLES else None
     rings = TRITON_3_6 and capability[0] in (9, 10)
     if plan is None and N % 8192 == 0 and 2**15 < N <= 2**16 and rings:
         # 192 KiB of shared memory, which other GPUs have not.
@@ -372,7 +376,8 @@ def check(tensors):
     """Raises TypeError or ValueError, naming what each is, unless fast_layernorm takes these."""
     x = tensors["x"]
     for t in tensors.values():
-        if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.dtype not in BITS:
+        dense = type(t) in TENSORS and t.layout == torch.strided and not t.is_nested
+        if not dense or t.dtype not in BITS:
             found = ", ".join(f"{name} {describe(t)}" for name, t in tensors.items())
             raise TypeError(f"expected dense float32, float16 or bfloat16 tensors, got {found}")
     if len({t.device for t in tensors.values()}) > 1 or x.device.type != DEVICE:
@@ -389,25 +394,20 @@ def check(tensors):
 
 
 def describe(tensor):
-    if not isinstance(tensor, torch.Tensor):
+    if type(tensor) not in TENSORS:
         return str(type(tensor))
-    return f"{tensor.dtype} {'' if tensor.layout == torch.strided else tensor.layout}".strip()
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"{tensor.dtype} ({'nested' if tensor.is_nested else tensor.layout})"
+    return str(tensor.dtype)
 
 
 def launch_key(t, grad):
     """All of a tensor that decides if it is taken, what is launched, and how that is compiled."""
     if t is None:
         return None
-    aligned = t.data_ptr() & 15
-    return (
-        t.shape,
-        t.stride(),
-        t.dtype,
-        t.get_device(),
-        aligned,
-        t.is_neg(),
-        grad and t.requires_grad,
-    )
+    wants = grad and t.requires_grad
+    kind = type(t), t.dtype, t.get_device(), t.data_ptr() & 15, t.is_neg(), wants
+    return t.shape, t.stride(), kind
 
 
 _launches = {}  # what has been launched, by launch_key of x, weight and bias
@@ -421,8 +421,9 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     and dtype, computed in float32. What is not contiguous is copied first, but for rows that are,
     and lie evenly apart.
 
-    Raises TypeError for another dtype; ValueError for shapes that do not match, for tensors on
-    different devices, and where a gradient is wanted: there is no backward.
+    There is no gradient, and a forward-mode tangent of x is dropped. Raises TypeError for another
+    dtype, another layout, and subclasses of torch.Tensor; ValueError for shapes that do not match,
+    for tensors on different devices, and where a gradient is wanted.
     """
     try:
         grad = torch.is_grad_enabled()
@@ -431,7 +432,8 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
         key = None
     known = _launches.get(key)
     if known is not None and x.get_device() == torch.cuda.current_device():
-        # As kernel[grid](...), without its search for what it has compiled.
+        # As kernel[grid](...), without its search for what it has compiled, and without the launch
+        # hooks that a profiler may have set.
         run, programs, handles, numbers, constants = known
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         pointers = [None if t is None else t.data_ptr() for t in (x, weight, bias, out)]

@@ -10,8 +10,15 @@ linear_gelu_pingpong_kernel hides it, and the store, behind the next tile's matm
 """
 
 import functools
+import os
 
 import torch
+
+# Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
+INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+INTERPRET = INTERPRET or not torch.cuda.is_available()
+os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
+
 import triton
 import triton.language as tl
 
@@ -308,7 +315,7 @@ def linear_gelu_pingpong_kernel(
     )
 
 
-INTERPRET = not isinstance(linear_gelu_kernel, triton.JITFunction)
+INTERPRET = not isinstance(linear_gelu_kernel, triton.JITFunction)  # if triton came first
 DEVICE = "cpu" if INTERPRET else "cuda"
 
 
@@ -337,11 +344,11 @@ def takes_tma(tensor):
 def choose(M, N, dtype, capability, sms, tma):
     """The kernel, its (BLOCK_M, BLOCK_N, BLOCK_K), num_warps and stages.
 
-    tma says whether the tensors can have descriptors. What is taken was the fastest of what was
-    tried on an H200 (torch 2.11, triton 3.6) at benchmark.py's shapes: tiles of 64 to 256 a side,
-    2 to 6 stages, 4 or 8 warps, one, two or three programs an SM; for 16 rows tiles of 16 to 64 by
-    32 to 256. In float32 a block of 128 would be faster there than 64, at twice the error.
-    results/linear_gelu.csv has what they reach.
+    tma says whether the tensors can have descriptors. What is taken was the fastest on an H200
+    (torch 2.11, triton 3.6) among tiles of 64 to 256 a side, 2 to 6 stages, 4 or 8 warps, and one,
+    two or three programs an SM; for 16 rows among tiles of 16 to 64 by 32 to 256. Not so in the run
+    of results/linear_gelu.csv: there the TMA step, with the polynomial, is as fast as pingpong or
+    faster at the two smaller of the large shapes.
 
     Not measured: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
     There the tiles are such as fit shared memory and registers.
@@ -398,7 +405,7 @@ def check(*tensors):
         refuse(ValueError, f"bias {tuple(weight.shape[:-1])}", lambda t: tuple(t.shape))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         expected = "tensors without grad, or torch.no_grad(): this is forward only"
-        refuse(RuntimeError, expected, lambda t: f"requires_grad={t.requires_grad}")
+        refuse(ValueError, expected, lambda t: f"requires_grad={t.requires_grad}")
 
 
 @functools.lru_cache(1024)
@@ -471,7 +478,9 @@ _launches = {}
 
 
 def launch_again(x, weight, bias, compiled, programs, descriptors, numbers, shape):
-    """Launches as launch() did, without Triton's search for what it has compiled."""
+    """Launches as launch() did, without Triton's search for what it has compiled, and without the
+    launch hooks that a profiler may have set.
+    """
     out = torch.empty(shape, device=x.device, dtype=x.dtype)
     bias_ptr = None if bias is None else bias.data_ptr()
     if descriptors:
@@ -503,8 +512,8 @@ def fast_linear_gelu(x, weight, bias=None):
     Copied are only an x whose leading dimensions are no one stride apart, and a strided bias.
 
     Raises TypeError for another dtype or two, another layout, and subclasses of torch.Tensor;
-    ValueError for two devices and for shapes that do not chain; RuntimeError where one of the
-    tensors requires grad and grad mode is on.
+    ValueError for two devices, for shapes that do not chain, and where one of the tensors requires
+    grad and grad mode is on. A forward-mode tangent is dropped.
     """
     key = launch_key(x), launch_key(weight), launch_key(bias)
     if key in _launches and x.device.index == torch.cuda.current_device():

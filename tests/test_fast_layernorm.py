@@ -1,8 +1,11 @@
 """beyond/fast_layernorm.py: what it takes, what it returns, and what it refuses."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
+import triton
 import watched
 from scripts import DEVICE, INTERPRET, load
 from torch.nn.functional import layer_norm
@@ -217,6 +220,10 @@ def test_it_reads_its_inputs_and_writes_its_output_and_nothing_else(name, N, chu
     assert np.array_equal(np.unique(launch.read()), np.unique(np.concatenate(inputs)))
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
 X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(8, device=DEVICE)
 REFUSED = {
     "float64": (TypeError, (X.double(),), "x torch.float64"),
@@ -227,7 +234,9 @@ REFUSED = {
     "a list": (TypeError, ([[1.0]],), "x <class 'list'>"),
     "no x": (TypeError, (None,), "x <class 'NoneType'>"),
     "an array": (TypeError, (np.zeros((2, 2), np.float32),), "x <class 'numpy.ndarray'>"),
-    "sparse": (TypeError, (X.to_sparse(),), "x torch.float32 torch.sparse_coo"),
+    "sparse": (TypeError, (X.to_sparse(),), r"x torch.float32 \(torch.sparse_coo\)"),
+    "nested": (TypeError, (torch.nested.nested_tensor([W]),), r"x torch.float32 \(nested\)"),
+    "a subclass": (TypeError, (X.as_subclass(Subclass),), "x <class '.*Subclass'>"),
     "no dimension": (ValueError, (X[0, 0],), r"x \(\)"),
     "a long weight": (ValueError, (X, W.repeat(2)), r"x \(4, 8\), weight \(16,\)"),
     "a weight of one": (ValueError, (X, W[:1]), r"x \(4, 8\), weight \(1,\)"),
@@ -259,6 +268,94 @@ def test_a_gradient_is_refused_only_where_it_is_wanted():
             fast_layernorm(x, module.weight, module.bias)
 
 
+class Compiled:
+    """What a launch returns on a GPU; run() notes what it is called with."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, *arguments):
+        self.runs.append(arguments)
+
+
+class Kernel:
+    """In a kernel's place: a launch is noted, and returns what Triton has compiled."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches, self.compiled = kernel, [], Compiled()
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.launches.append((grid, arguments, options))
+            return self.compiled
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """layernorm_rows_kernel, which takes rows of 64, as on a GPU that launches nothing."""
+    kernel = Kernel(fast.layernorm_rows_kernel)
+    monkeypatch.setattr(fast, "layernorm_rows_kernel", kernel)
+    monkeypatch.setattr(fast, "_launches", {})
+    monkeypatch.setattr(fast, "TRITON_3_6", True)
+    monkeypatch.setattr(torch.cuda, "current_device", X.get_device)
+    active = types.SimpleNamespace(get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=active))
+    return kernel
+
+
+def test_the_second_launch_is_as_the_first(kernel):
+    for seed in range(3):
+        x, weight, bias = random(40, 64, seed=seed), random(64), random(64, seed=1)
+        out = fast_layernorm(x, weight, bias, eps=seed)
+        assert (len(kernel.launches), len(kernel.compiled.runs)) == (1, seed)
+    ((grid, arguments, options),) = kernel.launches
+    *grid_of_last, stream, function, metadata, _, _, _ = kernel.compiled.runs[-1][:9]
+    assert (*grid_of_last, stream, function, metadata) == (
+        *grid,
+        1,
+        1,
+        "stream",
+        "function",
+        "metadata",
+    )
+    named = dict(zip(kernel.kernel.arg_names, arguments, strict=False)) | options | {"eps": 2.0}
+    tensors, rest = kernel.compiled.runs[-1][9:13], kernel.compiled.runs[-1][13:]
+    assert tensors == tuple(t.data_ptr() for t in (x, weight, bias, out))
+    assert list(rest) == [named[name] for name in kernel.kernel.arg_names[4:]]
+
+
+def test_what_decides_a_launch(kernel):
+    x, weight, bias = random(40, 64), random(64), random(64, seed=1)
+    wide = random(40, 80)
+    calls = [
+        (x, weight, bias),
+        (x, weight),
+        (x, None, bias),
+        (x[:39], weight, bias),
+        (x.view(4, 10, 64), weight, bias),
+        (x.half(), weight, bias),
+        (x, weight.half(), bias),
+        (x, weight, bias.half()),
+        (wide[:, :64], weight, bias),
+        (wide[:, 1:65], weight, bias),
+        (x, wide[0, 1:65], bias),
+        (torch._neg_view(x), weight, bias),
+        (x, torch._neg_view(weight), bias),
+        (x.t().contiguous().t(), weight, bias),
+    ]
+    for count, arguments in enumerate(calls, 1):
+        fast_layernorm(*arguments)
+        assert (len(kernel.launches), len(kernel.compiled.runs)) == (count, 0)
+    fast_layernorm(x.clone(), bias, weight)
+    assert (len(kernel.launches), len(kernel.compiled.runs)) == (count, 1)
+    with pytest.raises(ValueError, match="no backward, and x"):
+        fast_layernorm(x.clone().requires_grad_(), weight, bias)
+
+
 @on_a_gpu
 @pytest.mark.parametrize("N", [1, 1024, 65536])
 def test_more_than_2_to_the_31_elements(N):
@@ -266,9 +363,32 @@ def test_more_than_2_to_the_31_elements(N):
     x = torch.zeros(M, N, dtype=torch.float16, device=DEVICE)
     ends = torch.tensor([0, 1, M - 2, M - 1], device=DEVICE)
     x[ends] = random(4, N, dtype=torch.float16)
-    y = fast_layernorm(x)
-    assert error(y[ends], exact(x[ends])) < LIMIT[x.dtype]
-    assert not y[2:-2].any()
+    bias = torch.ones(N, dtype=torch.float16, device=DEVICE)
+    y = fast_layernorm(x, None, bias)
+    assert error(y[ends], exact(x[ends], None, bias)) < LIMIT[x.dtype]
+    assert (y[2:-2] == 1).all()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("N", [40960, 65536])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_more_rows_than_programs_of_the_ring(N, offset):
+    rows = 3 * torch.cuda.get_device_properties(0).multi_processor_count + 5
+    x = random(rows, N + 4)[:, offset : offset + N]
+    for M in (1, rows // 3, rows):
+        y = fast_layernorm(x[:M])
+        assert (y.double() - exact(x[:M])).norm(dim=1).max() / N**0.5 < LIMIT[x.dtype]
+
+
+@on_a_gpu
+def test_rows_of_the_ring_that_lie_far_apart():
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    stride = 2**31 // programs + 2**16  # so that the next row is more than 2**31 further on
+    if torch.cuda.mem_get_info()[0] < 4 * stride * (programs + 2):
+        pytest.skip("needs a GPU with more free memory")
+    x = torch.empty(programs + 2, stride, device=DEVICE)[:, :65536]
+    x.copy_(random(programs + 2, 65536))
+    assert_right(x)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
