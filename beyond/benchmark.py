@@ -44,7 +44,6 @@ from triton.testing import do_bench
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "beyond/results"
-HALVES = ("host", "layernorm", "linear-gelu")
 ELEMENTS = 2**28  # of x in a LayerNorm case: half a GiB or one, more than any L2 cache
 LENGTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 16384, 32768, 65536)
 SHAPES = ((4096, 768, 3072), (8192, 1024, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
@@ -211,7 +210,7 @@ def linear_gelu_step(fast, gelu_by, choice, x, weight, bias, out):
 def rounds_of(contenders, count, milliseconds):
     """Milliseconds of each contender in each round; one that fails says so, and is left out."""
     times = {}
-    for name, call in list(contenders.items()):
+    for name, call in contenders.items():
         try:
             call()
             times[name] = []
@@ -283,12 +282,10 @@ def linear_gelu(quick):
 
 def host(quick):
     """Microseconds that a call takes of the CPU, on inputs too small to keep the GPU busy."""
-    del quick
-    layernorms = load("beyond/fast_layernorm.py"), load("chapter20/03_fused_layernorm.py")
+    layernorms, linears = load("beyond/fast_layernorm.py"), load("beyond/fast_linear_gelu.py")
     x, w, b = (random(*shape, dtype=torch.float32) for shape in ((16, 1024), (1024,), (1024,)))
     out = torch.empty_like(x)
-    kernel = layernorms[1].layernorm_forward_kernel
-    linears = load("beyond/fast_linear_gelu.py")
+    kernel = load("chapter20/03_fused_layernorm.py").layernorm_forward_kernel
     M, K, N = SMALL
     a, weight = random(M, K, dtype=torch.bfloat16), random(N, K, dtype=torch.bfloat16)
     bias = random(N, dtype=torch.bfloat16)
@@ -298,7 +295,7 @@ def host(quick):
             "chapter's kernel, launched bare": lambda: kernel[(16,)](
                 x, w, b, out, 16, 1024, 1024, 1e-5, BLOCK_N=1024
             ),
-            "fast_layernorm": lambda: layernorms[0].fast_layernorm(x, w, b),
+            "fast_layernorm": lambda: layernorms.fast_layernorm(x, w, b),
         },
         "Linear + bias + GELU, bfloat16, 16 x 768 x 3072": {
             "eager": lambda: gelu(linear(a, weight, bias)),
@@ -307,7 +304,7 @@ def host(quick):
     }
     for group, calls in groups.items():
         times = {name: [] for name in calls}
-        for _ in range(11):
+        for _ in range(3 if quick else 11):
             for name, call in calls.items():
                 call()
                 torch.cuda.synchronize()
@@ -351,14 +348,13 @@ def machine():
 
 
 def write(path, rows):
-    """Writes rows, with the machine's columns, as CSV. Returns them as they then are read."""
+    """Writes rows, with the machine's columns, as CSV."""
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *machine()], lineterminator="\n")
         writer.writeheader()
         for row in rows:
             short = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
             writer.writerow(short | machine())
-    return read(path)
 
 
 def read(path):
@@ -485,13 +481,21 @@ def finish(figure, path, handles, labels, title):
     figure.savefig(path, dpi=150, facecolor="white")
 
 
+# What is timed, its table, and its plot if it has one.
+HALVES = {
+    "host": (host, table_host, None),
+    "layernorm": (layernorm, table_layernorm, plot_layernorm),
+    "linear-gelu": (linear_gelu, table_linear_gelu, plot_linear_gelu),
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("halves", nargs="*", metavar="half", help=f"of {', '.join(HALVES)}: all")
     parser.add_argument("--quick", action="store_true", help="few sizes: under a minute")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder that is written")
     options = parser.parse_args()
-    if wrong := set(options.halves) - set(HALVES):
+    if wrong := set(options.halves) - HALVES.keys():
         parser.error(f"no such half: {', '.join(sorted(wrong))}; there are {', '.join(HALVES)}")
     if options.quick and options.out.resolve() == RESULTS:
         parser.error("--quick is not what README.md quotes: give another folder with --out")
@@ -503,15 +507,16 @@ def main():
     print(", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     for half in options.halves or HALVES:
-        name = half.replace("-", "_")
-        found = []
-        for case in globals()[name](options.quick):
+        times, table_of, plot = HALVES[half]
+        path, found = options.out / f"{half.replace('-', '_')}.csv", []
+        for case in times(options.quick):
             found += case
-            rows = write(options.out / f"{name}.csv", found)  # each time: what is cut short is kept
-        (options.out / f"{name}.md").write_text(globals()[f"table_{name}"](rows) + "\n")
-        if plot := globals().get(f"plot_{name}"):
-            plot(options.out / f"{name}.png", rows)
-        print(f"wrote {options.out}/{name}.*", flush=True)
+            write(path, found)  # each time: what is cut short is kept
+        rows = read(path)
+        path.with_suffix(".md").write_text(table_of(rows) + "\n")
+        if plot:
+            plot(path.with_suffix(".png"), rows)
+        print(f"wrote {path.with_suffix('.*')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ import os
 import torch
 
 # Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
-INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
-INTERPRET = INTERPRET or not torch.cuda.is_available()
-os.environ["TRITON_INTERPRET"] = "1" if INTERPRET else "0"
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import triton
 import triton.language as tl
@@ -43,7 +42,6 @@ TUPLES = VERSION >= (3, 4)  # in kernels, as layernorm_pieces_kernel has them
 TRITON_3_6 = VERSION >= (3, 6)  # before, gluon was another, and compiled.run took other arguments
 TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a significand
-LONGEST = 2**20
 
 
 @triton.jit
@@ -303,7 +301,7 @@ def layernorm_chunks_kernel(
         tl.store(out_row + start + cols, x_norm.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-INTERPRET = not isinstance(layernorm_rows_kernel, triton.JITFunction)  # if triton came first
+INTERPRET = not isinstance(layernorm_rows_kernel, triton.JITFunction)
 DEVICE = "cpu" if INTERPRET else "cuda"
 
 # For a row of so many columns: its pieces, the warps of a program, and the most registers of a
@@ -384,7 +382,7 @@ def check(tensors):
         found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         raise ValueError(f"expected tensors on one {DEVICE} device, got {found}")
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
-    if x.dim() == 0 or x.shape[-1] > LONGEST:
+    if x.dim() == 0 or x.shape[-1] > 2**20:
         raise ValueError(f"expected x (..., N), N at most 2**20, got {shapes}")
     if any(t.shape != x.shape[-1:] for name, t in tensors.items() if name != "x"):
         raise ValueError(f"expected weight and bias of x's last dimension, got {shapes}")

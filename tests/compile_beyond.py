@@ -21,7 +21,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "beyond"))
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB that a program may have
 # Bytes that a thread spills where a row just fits the registers, with triton 3.7.1; 3.6.0's are
 # fewer or as many.
@@ -65,16 +64,11 @@ def launches_on(file, name):
     capability = (0, 0) if target.backend == "hip" else divmod(target.arch, 10)
     found = []
 
-    def record(kernel, *args, grid, warmup, **options):
-        arguments = dict(zip(kernel.arg_names, args, strict=False))
-        arguments |= {name: options.pop(name) for name in kernel.arg_names if name in options}
-        found.append((kernel, arguments, options))
-
     with contextlib.ExitStack() as stack:
         # The file must not switch the interpreter on, nor take the CPU's tensors for a GPU's.
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
         module = __import__(file)
-        stack.enter_context(mock.patch.object(JITFunction, "run", record))
+        stack.enter_context(mock.patch.object(JITFunction, "run", gpu_compile.recorder(found)))
         stack.enter_context(mock.patch.object(module, "DEVICE", "cpu"))
         stack.enter_context(mock.patch.object(module, "gpu", lambda device: (capability, 132)))
         if hasattr(module, "plan"):
@@ -83,34 +77,6 @@ def launches_on(file, name):
             stack.enter_context(mock.patch.object(module, "_launches", {}))
             getattr(module, file)(*arguments)
     return found
-
-
-def compile_for(target, kernel, arguments, options):
-    """Compiles one launch; types and constants are those of Triton's own just-in-time compiler."""
-    types, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        name, value = parameter.name, arguments[parameter.name]
-        special = not parameter.do_not_specialize
-        if (
-            parameter.is_constexpr
-            or value is None
-            or (special and type(value) is int and value == 1)
-        ):
-            types[name], constants[name] = "constexpr", value
-        elif hasattr(value, "base"):
-            layout = f",{value.layout!r}" if kernel.is_gluon() else ""
-            shape = list(value.block_shape)
-            types[name] = f"tensordesc<{TYPES[value.base.dtype]}{shape}{layout}>"
-        elif isinstance(value, float):
-            types[name] = "fp32"
-        else:
-            integer = parameter.annotation_type or "i32"
-            types[name] = f"*{TYPES[value.dtype]}" if torch.is_tensor(value) else integer
-            if torch.is_tensor(value) or (special and value % 16 == 0):
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    kind = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = kind(kernel, types, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options=options)
 
 
 def expected(fault, name, kernel, arguments):
@@ -126,7 +92,8 @@ def check(file, name):
     gpu_compile.SHARED_LIMIT = SHARED.get(name, 64) * 1024
     for kernel, arguments, options in launches_on(file, name):
         constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
-        compiled = compile_for(target, kernel, arguments, options)
+        source = GluonASTSource if kernel.is_gluon() else ASTSource
+        compiled = gpu_compile.compile_for(target, kernel, arguments, options, source)
         faults = gpu_compile.faults_of(compiled, target)
         faults = [fault for fault in faults if not expected(fault, name, kernel, arguments)]
         found.append((kernel.__name__, constants | options, faults))

@@ -36,6 +36,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SHARED_LIMIT = 64 * 1024  # bytes: every one of them has as much
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # Beside what the sections launch: no bias, and the longest row that the registers hold.
@@ -47,23 +48,29 @@ ALSO = {
 }
 
 
-def launches_of(path, backend):
-    """The kernels of a script by name, and the launches that its sections and wrappers make where
-    torch is built for the backend, "cuda" or "hip".
+def recorder(launches):
+    """In JITFunction.run's place: appends each launch to launches, and makes none.
 
     A launch is the kernel, its arguments by name, and Triton's options (num_warps).
     """
-    path = Path(path).resolve()
-    launches = []
 
     def record(kernel, *args, grid, warmup, **options):
         arguments = dict(zip(kernel.arg_names, args, strict=False))
         arguments |= {name: options.pop(name) for name in kernel.arg_names if name in options}
         launches.append((kernel, arguments, options))
 
+    return record
+
+
+def launches_of(path, backend):
+    """The kernels of a script by name, and the launches that its sections and wrappers make where
+    torch is built for the backend, "cuda" or "hip".
+    """
+    path = Path(path).resolve()
+    launches = []
     names = {"__name__": path.stem, "__file__": str(path)}
     real = JITFunction.run, torch.cuda.is_available, torch.version.hip
-    JITFunction.run = record
+    JITFunction.run = recorder(launches)
     torch.cuda.is_available = lambda: True  # so that the script leaves the interpreter off
     torch.version.hip = "7.0" if backend == "hip" else None
     try:
@@ -81,25 +88,31 @@ def launches_of(path, backend):
     return kernels, launches
 
 
-def compile_for(target, kernel, arguments, options):
-    """Compiles one launch; types and constants are those of Triton's own just-in-time compiler."""
+def compile_for(target, kernel, arguments, options, source=ASTSource):
+    """Compiles one launch; types and constants are those of Triton's own just-in-time compiler.
+
+    source is GluonASTSource for a kernel in Gluon.
+    """
     types, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            types[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            types[parameter.name] = "*fp32"
+        name, value = parameter.name, arguments[parameter.name]
+        special = not parameter.do_not_specialize
+        one = special and isinstance(value, int) and value == 1
+        if parameter.is_constexpr or value is None or one:
+            types[name], constants[name] = "constexpr", value
+        elif hasattr(value, "base"):  # a descriptor
+            layout = "" if source is ASTSource else f",{value.layout!r}"
+            types[name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
         elif isinstance(value, float):
-            types[parameter.name] = "fp32"
-            continue
+            types[name] = "fp32"
         else:
-            types[parameter.name] = "i32" if value < 2**31 else "i64"
-        if isinstance(value, torch.Tensor) or value % 16 == 0:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options=options)
+            tensor = isinstance(value, torch.Tensor)
+            integer = parameter.annotation_type or ("i32" if tensor or value < 2**31 else "i64")
+            types[name] = f"*{TYPES[value.dtype]}" if tensor else integer
+            if tensor or (special and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    made = source(kernel, types, constexprs=constants, attrs=attributes)
+    return triton.compile(made, target=target, options=options)
 
 
 def faults_of(compiled, target):

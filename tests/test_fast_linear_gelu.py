@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 import watched
 from scripts import DEVICE, INTERPRET, ROOT, load
-from test_memory_safety import sparse  # noqa: F401  (a fixture)
+from test_memory_safety import far_apart, sparse  # noqa: F401  (a fixture)
 from test_style import masked_loads_without_other
 from test_wrappers import LAYOUTS, matrix, vector
 from torch.nn.functional import gelu, linear
@@ -337,15 +337,8 @@ def test_a_stray_descriptor_is_caught(descriptors, monkeypatch):
 @interpreted
 @pytest.mark.parametrize("axis", ["rows of x", "rows of weight", "columns of x", "steps"])
 def test_past_2_to_the_31(sparse, axis):  # noqa: F811
-    x, weight, bias = matrix(3, 3, 0), matrix(3, 3, 1), vector(3, 2)
-    far = sparse.as_strided((3, 3), (2**30, 1))
-    if axis == "rows of x":
-        x = far.copy_(x)
-    elif axis == "rows of weight":
-        weight = far.copy_(weight)
-    elif axis == "columns of x":
-        x = far.T.copy_(x)
-    else:  # a whole BLOCK_K of columns, 2**26 apart
+    x, weight, bias = far_apart(sparse, axis)
+    if axis == "steps":  # a whole BLOCK_K of columns, 2**26 apart
         x = sparse.as_strided((3, 40), (1, 2**26)).copy_(matrix(3, 40, 0))
         weight = x
     assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias, factor=5)

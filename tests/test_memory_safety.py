@@ -213,10 +213,8 @@ def sparse():
     return torch.frombuffer(pages, dtype=torch.float32)
 
 
-@interpreted
-@pytest.mark.parametrize("axis", ["rows of x", "rows of weight", "columns of x", "both columns"])
-def test_linear_gelu_past_2_to_the_31(sparse, axis):
-    # A 32-bit offset of the third row or column would be negative.
+def far_apart(sparse, axis):
+    """x, weight and bias, of which a 32-bit offset of the third row or column would be negative."""
     x, weight, bias = matrix(3, 3, 0), matrix(3, 3, 1), vector(3, 2)
     far = sparse.as_strided((3, 3), (2**30, 1))
     if axis == "rows of x":
@@ -225,8 +223,15 @@ def test_linear_gelu_past_2_to_the_31(sparse, axis):
         weight = far.copy_(weight)
     elif axis == "columns of x":
         x = far.T.copy_(x)
-    else:
+    elif axis == "both columns":
         x, weight = far.T.copy_(x), far.T
+    return x, weight, bias
+
+
+@interpreted
+@pytest.mark.parametrize("axis", ["rows of x", "rows of weight", "columns of x", "both columns"])
+def test_linear_gelu_past_2_to_the_31(sparse, axis):
+    x, weight, bias = far_apart(sparse, axis)
     for run in (linear_gelu.fused_linear_gelu, complete.fused_linear_gelu):
         assert_close(run(x, weight, bias), exact_linear_gelu(x, weight, bias), 1e-5)
     buggy = linear_gelu.fused_linear_gelu(x, weight, bias, kernel=BUGGY_BIAS)
