@@ -245,13 +245,16 @@ def multiply_and_gelu(
                 phase ^= 1
         hopper.mbarrier.arrive(turns.index(1 - WHICH))
 
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        # Always so. But without a branch, the assembler moves most of GELU up here, before the last
+        # slot is free, and the other consumer has to wait for it.
+        if num_k > 0:
+            hopper.mbarrier.arrive(empty.index(prev))
         cols = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         if bias_ptr is not None:
             bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
         else:
             bias = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(0, layout))
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-        hopper.mbarrier.arrive(empty.index(prev))
         out = bias_and_gelu(acc, bias, GELU).reshape([BLOCK_M, 2, HALF_N]).permute((0, 2, 1))
         halves = out.split()
         for h in gl.static_range(2):  # half the shared memory, for a longer ring
@@ -345,9 +348,7 @@ def choose(M, N, dtype, capability, sms, tma):
 
     tma says whether the tensors can have descriptors. What is taken was the fastest on an H200
     (torch 2.11, triton 3.6) among tiles of 64 to 256 a side, 2 to 6 stages, 4 or 8 warps, and one,
-    two or three programs an SM; for 16 rows among tiles of 16 to 64 by 32 to 256. Not so in the run
-    of results/linear_gelu.csv: there the TMA step, with the polynomial, is as fast as pingpong or
-    faster at the two smaller of the large shapes.
+    two or three programs an SM; for 16 rows among tiles of 16 to 64 by 32 to 256.
 
     Not measured: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
     There the tiles are such as fit shared memory and registers.
