@@ -129,7 +129,9 @@ def layernorm_contenders(N, dtype, thorough):
         contenders["pieces as float32"] = lambda: kernel[(M,)](*tensors, **all_float32)
     if kernel is fast.layernorm_ring_kernel:
         chunks = fast.layernorm_chunks_kernel
-        contenders["chunks"] = lambda: chunks[(M,)](*tensors, BLOCK_N=8192, num_warps=16)
+        contenders["chunks"] = lambda: chunks[(M,)](
+            *tensors, BLOCK_N=8192, num_warps=16, maxnreg=64
+        )
     contenders |= peer("Liger", "liger-kernel", lambda: liger(x, weight, bias))
     contenders |= peer("QuACK", "quack-kernels", lambda: quack(x, weight, bias))
     return contenders

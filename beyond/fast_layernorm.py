@@ -334,7 +334,7 @@ PLANS = {
     2048: ((1, 8, None), (1, 4, None)),
     3072: ((3, 8, None), (3, 2, None)),
     4096: ((1, 8, 64), (1, 8, None)),
-    6144: ((3, 16, None), (3, 4, None)),
+    6144: ((6, 16, None), (3, 4, None)),
     8192: ((4, 16, None), (1, 8, None)),
     12288: ((3, 16, None), (3, 4, None)),
     16384: ((4, 16, None), (4, 8, None)),
@@ -364,7 +364,8 @@ def choose(N, dtype, capability):
         constants = {"SLOTS": N // 8192 - 1, "BLOCK_N": 8192}
         return layernorm_ring_kernel, 1, constants, {"num_warps": 32}
     if plan is None:
-        return layernorm_chunks_kernel, 1, {"BLOCK_N": 8192}, {"num_warps": 16}
+        options = {"num_warps": 16, "maxnreg": 64} if nvidia else {"num_warps": 16}
+        return layernorm_chunks_kernel, 1, {"BLOCK_N": 8192}, options
     pieces, warps, registers = plan
     BLOCK_N = length // pieces
     constants = {

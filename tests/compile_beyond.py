@@ -25,11 +25,9 @@ SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB that a
 # Bytes that a thread spills where a row just fits the registers, with triton 3.6.0 or 3.7.1.
 SPILLS = {
     ("sm_90", "layernorm_ring_kernel", 8192): 8,
-    ("sm_100", "layernorm_ring_kernel", 8192): 56,
-    ("sm_100", "layernorm_pieces_kernel", 32768): 16,
+    ("sm_100", "layernorm_ring_kernel", 8192): 40,
+    ("sm_100", "layernorm_chunks_kernel", 8192): 16,
     ("sm_120", "layernorm_pieces_kernel", 32768): 16,
-    ("sm_100", "layernorm_pieces_kernel", 4096): 8,
-    ("sm_120", "layernorm_pieces_kernel", 4096): 8,
 }
 
 
