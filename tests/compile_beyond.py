@@ -83,6 +83,16 @@ def expected(fault, name, kernel, arguments):
     return fault == "computes in TF32" and arguments.get("PRECISION") == "tf32x3"
 
 
+def late(compiled):
+    """Whether linear_gelu_pingpong_kernel's consumers compute GELU before they hand back the last
+    slot of the ring, as the assembler likes to have it: the other then waits for it.
+    """
+    marks = {"HGMMA": "m", "SYNCS.PHASECHK": "w", "SYNCS.ARRIVE": "a", "MUFU.EX2": "g"}
+    code = gpu_compile.cuobjdump(compiled, "--dump-sass")
+    order = "".join(marks[found] for found in re.findall("|".join(marks), code))
+    return len(re.findall("ma+g", order)) != 2 or "ga" in order
+
+
 def check(file, name):
     target, found = gpu_compile.TARGETS[name], []
     gpu_compile.SHARED_LIMIT = SHARED.get(name, 64) * 1024
@@ -92,6 +102,8 @@ def check(file, name):
         compiled = gpu_compile.compile_for(target, kernel, arguments, options, source)
         faults = gpu_compile.faults_of(compiled, target)
         faults = [fault for fault in faults if not expected(fault, name, kernel, arguments)]
+        if kernel.__name__ == "linear_gelu_pingpong_kernel" and late(compiled):
+            faults.append("computes GELU before the last slot is handed back")
         found.append((kernel.__name__, constants | options, faults))
     return found
 

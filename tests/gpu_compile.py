@@ -115,20 +115,21 @@ def compile_for(target, kernel, arguments, options, source=ASTSource):
     return triton.compile(made, target=target, options=options)
 
 
+def cuobjdump(compiled, option):
+    """What cuobjdump prints of a kernel compiled for an NVIDIA GPU."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [CUOBJDUMP, option, cubin.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def faults_of(compiled, target):
     """What a compiled kernel has that no kernel of the book may have."""
     found = []
     if target.backend == "cuda":
         assembly = compiled.asm["ptx"]
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-            cubin.write(compiled.asm["cubin"])
-            cubin.flush()
-            usage = subprocess.run(
-                [CUOBJDUMP, "--dump-resource-usage", cubin.name],
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
+        usage = cuobjdump(compiled, "--dump-resource-usage")
         local = re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage)
     else:
         assembly = compiled.asm["amdgcn"]
