@@ -3,7 +3,7 @@
     pip install matplotlib
     python beyond/benchmark.py                              # everything, into beyond/results/
     python beyond/benchmark.py --out DIR                    # leaves beyond/results/ as it is
-    python beyond/benchmark.py layernorm --quick --out DIR  # one half, few sizes: under a minute
+    python beyond/benchmark.py layernorm --quick --out DIR  # one part, few sizes: under a minute
 
 The contenders of a case take turns, round after round (A B C, C B A, A B C, ...), the L2 cache
 flushed before each call (triton.testing.do_bench): a GPU's clocks and its power limit change from
@@ -11,7 +11,7 @@ moment to moment, so only what was measured within one round is compared. A time
 the rounds, and so is a ratio; the lowest and the highest round stand beside the time. Inputs are
 random, drawn on the CPU from a seed.
 
-Writes for each half a CSV, with the GPU, its driver and the versions, a table of it and a plot, and
+Writes for each part a CSV, with the GPU, its driver and the versions, a table of it and a plot, and
 the host's time for small inputs. Needs a GPU; liger-kernel and quack-kernels take part where they
 are installed.
 """
@@ -418,8 +418,12 @@ def table_linear_gelu(rows):
 
 
 def table_host(rows):
-    lines = [[row["case"], row["contender"], f"{float(row['us']):.1f}"] for row in rows]
-    return table(["case", "contender", "microseconds a call"], lines)
+    lines = [
+        [row["case"], row["contender"]]
+        + [f"{float(row['us']):.1f}", f"{float(row['time_over_eager']):.2f}"]
+        for row in rows
+    ]
+    return table(["case", "contender", "microseconds a call", "over eager"], lines)
 
 
 # Told apart by the colour-blind, and in print by their markers.
@@ -494,7 +498,7 @@ def finish(figure, path, handles, labels, title):
 
 
 # What is timed, its table, and its plot if it has one.
-HALVES = {
+PARTS = {
     "host": (host, table_host, None),
     "layernorm": (layernorm, table_layernorm, plot_layernorm),
     "linear-gelu": (linear_gelu, table_linear_gelu, plot_linear_gelu),
@@ -503,12 +507,12 @@ HALVES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("halves", nargs="*", metavar="half", help=f"of {', '.join(HALVES)}: all")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}: all")
     parser.add_argument("--quick", action="store_true", help="few sizes: under a minute")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder that is written")
     options = parser.parse_args()
-    if wrong := set(options.halves) - HALVES.keys():
-        parser.error(f"no such half: {', '.join(sorted(wrong))}; there are {', '.join(HALVES)}")
+    if wrong := set(options.parts) - PARTS.keys():
+        parser.error(f"no such part: {', '.join(sorted(wrong))}; there are {', '.join(PARTS)}")
     if options.quick and options.out.resolve() == RESULTS:
         parser.error("--quick is not what README.md quotes: give another folder with --out")
     if not torch.cuda.is_available():
@@ -519,9 +523,9 @@ def main():
     triton.runtime.driver.active.get_empty_cache_for_benchmark = empty_cache
     print(", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    for half in options.halves or HALVES:
-        times, table_of, plot = HALVES[half]
-        path, found = options.out / f"{half.replace('-', '_')}.csv", []
+    for part in options.parts or PARTS:
+        times, table_of, plot = PARTS[part]
+        path, found = options.out / f"{part.replace('-', '_')}.csv", []
         for case in times(options.quick):
             found += case
             write(path, found)  # each time: what is cut short is kept

@@ -88,7 +88,7 @@ def mean_of(sum, N):
 
 @triton.jit
 def inv_sqrt(x, EXACT: tl.constexpr):
-    """1 / sqrt(x). EXACT for a float32 output, which shows what tl.rsqrt's approximation loses."""
+    """1 / sqrt(x); EXACT, where a float32 output shows what tl.rsqrt's approximation loses."""
     tiny = x < 1e-30  # tl.rsqrt takes what is below 2**-126 for 0
     near = tl.rsqrt(tl.where(tiny, x * 18446744073709551616.0, x))  # 2**64
     near = tl.where(tiny, near * 4294967296.0, near)  # 2**32
@@ -324,9 +324,9 @@ DEVICE = "cpu" if INTERPRET else "cuda"
 GPUS = torch.cuda.device_count() > 1  # is there one that is not the current?
 
 # For rows of up to so many columns: the pieces that these make, the warps of a program, and the
-# most registers of a thread (None: what the compiler takes); in float32, and in 16 bits. On an H200
-# the fastest of what was tried: 1 to 8 pieces, 1 to 32 warps, rows held and rows read again.
-# results/layernorm.csv has what they reach.
+# most registers of a thread (None: what the compiler takes); in float32, and in 16 bits (None: by
+# another kernel). On an H200 the fastest of what was tried: 1 to 8 pieces, 1 to 32 warps, rows held
+# and rows read again. results/layernorm.csv has what some of them reach.
 PLANS = {
     768: ((3, 4, None), (3, 1, None)),
     1024: ((1, 4, None), (1, 2, None)),
@@ -448,8 +448,8 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
 
     x is (..., N), of any strides, N at most 2**20; weight and bias are (N,) or None. Each is
     float32, float16 or bfloat16; all on one device. Returns a new contiguous tensor of x's shape
-    and dtype, computed in float32. What is not contiguous is copied first, but for rows that are,
-    and lie evenly apart.
+    and dtype, computed in float32. Copied first: an x whose rows are not contiguous or not evenly
+    apart, a strided weight or bias, views that negate.
 
     There is no gradient, and a forward-mode tangent of x is dropped. Raises TypeError for another
     dtype, another layout, and subclasses of torch.Tensor; ValueError for shapes that do not match,

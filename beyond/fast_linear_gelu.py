@@ -5,8 +5,9 @@
 The file stands alone. linear_gelu_kernel is the chapter's kernel on the tensor cores: each dtype in
 its own precision, tiles in grouped order. linear_gelu_tma_kernel keeps its programs running from
 tile to tile and lets the tensor memory accelerator (TMA) fetch and store them. half_gelu is the
-exact GELU by a polynomial and one exp2 in place of erf, as accurate as 16-bit outputs can hold.
-linear_gelu_pingpong_kernel hides it, and the store, behind the next tile's matmul: on Hopper.
+exact GELU by a polynomial and one exp2 in place of erf, to one unit in the last place of 16 bits
+plus 1e-6. linear_gelu_pingpong_kernel hides it, and the store, behind the next tile's matmul: on
+Hopper.
 """
 
 import functools
@@ -348,15 +349,15 @@ def choose(M, N, dtype, capability, sms, tma):
 
     tma says whether the tensors can have descriptors. What is taken was the fastest on an H200
     (torch 2.11, triton 3.6) among tiles of 64 to 256 a side, 2 to 6 stages, 4 or 8 warps, and one,
-    two or three programs an SM; for 16 rows among tiles of 16 to 64 by 32 to 256.
+    two or three programs an SM; for 16 rows among tiles of 16 to 64 by 32 to 256, up to 8 stages.
 
-    Not measured: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
+    Not searched: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
     There the tiles are such as fit shared memory and registers.
     """
     half = dtype != torch.float32
     BLOCK_N = 128 if half else 64
     tiles = triton.cdiv(M, 128) * triton.cdiv(N, BLOCK_N)
-    # Enough tiles for half the SMs, of which not most of the rows are empty.
+    # Enough tiles for half the SMs, and more rows than the small tiles are for.
     large = M > 32 and 2 * tiles >= sms
     # Hopper alone has its matmul instruction. Up to a tile an SM, one of its consumers has none.
     if tma and half and TRITON_3_6 and capability[0] == 9 and large and tiles > sms:
@@ -426,7 +427,7 @@ def plan(M, N, dtype, device, tma):
     }
     programs = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     if kernel is linear_gelu_pingpong_kernel:
-        # 12 warps, with the two that it adds; together they have all the registers there are.
+        # 12 warps, with the two groups that it adds; they have all the registers there are.
         return kernel, min(programs, sms), options | {"STAGES": stages, "maxnreg": 168}
     # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
     options["PRECISION"] = "ieee" if half or capability < (8, 0) else "tf32x3"

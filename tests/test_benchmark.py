@@ -12,15 +12,15 @@ from scripts import ROOT, load
 
 RESULTS = ROOT / "beyond/results"
 README = (ROOT / "beyond/README.md").read_text()
-HALVES = ["host", "layernorm", "linear_gelu"]
+PARTS = ["host", "layernorm", "linear_gelu"]
 benchmark = load("beyond/benchmark.py")
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_the_readme_quotes_the_table_of_the_csv(half):
-    rows = benchmark.read(RESULTS / f"{half}.csv")
-    table = (RESULTS / f"{half}.md").read_text()
-    assert getattr(benchmark, f"table_{half}")(rows) + "\n" == table
+@pytest.mark.parametrize("part", PARTS)
+def test_the_readme_quotes_the_table_of_the_csv(part):
+    rows = benchmark.read(RESULTS / f"{part}.csv")
+    table = (RESULTS / f"{part}.md").read_text()
+    assert getattr(benchmark, f"table_{part}")(rows) + "\n" == table
     assert table in README
 
 
@@ -82,18 +82,18 @@ def test_the_top_readmes_ranges():
     assert re.findall(r"(\d\.\d\d) to (\d\.\d\d)", section) == ranges
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_each_row_names_its_machine(half):
-    for row in benchmark.read(RESULTS / f"{half}.csv"):
+@pytest.mark.parametrize("part", PARTS)
+def test_each_row_names_its_machine(part):
+    for row in benchmark.read(RESULTS / f"{part}.csv"):
         for column in ("gpu", "driver", "cuda", "torch", "triton", "liger-kernel", "quack-kernels"):
             assert row[column]
         assert float(row.get("lowest_ms") or row["lowest_us"]) > 0
 
 
-@pytest.mark.parametrize("half", ["layernorm", "linear_gelu"])
-def test_a_plot_can_be_drawn_of_the_csv(half, tmp_path):
-    rows = benchmark.read(RESULTS / f"{half}.csv")
-    getattr(benchmark, f"plot_{half}")(tmp_path / "plot.png", rows)
+@pytest.mark.parametrize("part", ["layernorm", "linear_gelu"])
+def test_a_plot_can_be_drawn_of_the_csv(part, tmp_path):
+    rows = benchmark.read(RESULTS / f"{part}.csv")
+    getattr(benchmark, f"plot_{part}")(tmp_path / "plot.png", rows)
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -131,11 +131,11 @@ def test_a_contender_that_fails_is_left_out(monkeypatch, capsys):
     assert "broken failed: AssertionError()" in capsys.readouterr().out
 
 
-def test_it_refuses_a_half_that_is_not_there():
+def test_it_refuses_a_part_that_is_not_there():
     command = [sys.executable, ROOT / "beyond/benchmark.py", "softmax"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
-    assert "no such half: softmax; there are host, layernorm, linear-gelu" in result.stderr
+    assert "no such part: softmax; there are host, layernorm, linear-gelu" in result.stderr
 
 
 def test_a_quick_look_does_not_replace_the_results():
