@@ -119,7 +119,8 @@ def layernorm_contenders(N, dtype, thorough):
         contenders["chapter, 4 warps"] = chapters(4)
     contenders[f"chapter, best ({warps} warps)"] = chapters(warps)
     # The ladder's steps before the last, where they are not the chapter's.
-    kernel, _, constants, options = fast.choose(N, dtype, fast.gpu(x.device)[0])
+    capability = fast.gpu(x.device)[0]
+    kernel, _, constants, options = fast.choose(N, dtype, capability)
     tensors = x, weight, bias, out, M, N, N, 1e-5
     if constants.get("REREAD"):
         held = constants | options | {"REREAD": False}
@@ -128,10 +129,9 @@ def layernorm_contenders(N, dtype, thorough):
         all_float32 = constants | options | {"HIDE": False}
         contenders["pieces as float32"] = lambda: kernel[(M,)](*tensors, **all_float32)
     if kernel is fast.layernorm_ring_kernel:
-        chunks = fast.layernorm_chunks_kernel
-        contenders["chunks"] = lambda: chunks[(M,)](
-            *tensors, BLOCK_N=8192, num_warps=16, maxnreg=64
-        )
+        # What takes the rows that are longer than all others' can be.
+        chunks, _, block, limits = fast.choose(2**20, dtype, capability)
+        contenders["chunks"] = lambda: chunks[(M,)](*tensors, **block, **limits)
     contenders |= peer("Liger", "liger-kernel", lambda: liger(x, weight, bias))
     contenders |= peer("QuACK", "quack-kernels", lambda: quack(x, weight, bias))
     return contenders
@@ -228,9 +228,8 @@ def rounds_of(contenders, count, milliseconds):
         except Exception as error:  # whatever a peer may raise, the others are still measured
             print(f"  {name} failed: {repr(error).splitlines()[0]}")
     for i in range(count):
-        for name in (
-            reversed(times) if i % 2 else times
-        ):  # none is first, on a cooler GPU, more often
+        # Turned round each time: else one would always be first, on a cooler GPU.
+        for name in reversed(times) if i % 2 else times:
             call = contenders[name]
             times[name].append(do_bench(call, warmup=3, rep=milliseconds, return_mode="median"))
     return times

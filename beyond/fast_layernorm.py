@@ -90,8 +90,8 @@ def mean_of(sum, N):
 def inv_sqrt(x, EXACT: tl.constexpr):
     """1 / sqrt(x); EXACT, where a float32 output shows what tl.rsqrt's approximation loses."""
     tiny = x < 1e-30  # tl.rsqrt takes what is below 2**-126 for 0
-    near = tl.rsqrt(tl.where(tiny, x * 18446744073709551616.0, x))  # 2**64
-    near = tl.where(tiny, near * 4294967296.0, near)  # 2**32
+    near = tl.rsqrt(tl.where(tiny, x * 2.0**64, x))
+    near = tl.where(tiny, near * 2.0**32, near)
     if EXACT:
         error = 1.0 - x * near * near
         near = tl.where(error == error, near + 0.5 * near * error, near)  # NaN: x is 0 or infinite
@@ -364,22 +364,23 @@ def choose(N, dtype, capability):
         constants = {"SLOTS": N // 8192 - 1, "BLOCK_N": 8192}
         return layernorm_ring_kernel, 1, constants, {"num_warps": 32}
     if plan is None:
-        options = {"num_warps": 16, "maxnreg": 64} if nvidia else {"num_warps": 16}
-        return layernorm_chunks_kernel, 1, {"BLOCK_N": 8192}, options
-    pieces, warps, registers = plan
-    BLOCK_N = length // pieces
-    constants = {
-        "PIECES": triton.cdiv(N, BLOCK_N),
-        "BLOCK_N": BLOCK_N,
-        "MASKED": N % BLOCK_N > 0,
-        "CORRECT": correct,
-        "HIDE": half and N > 8192 and nvidia,
-        "REREAD": (1536 if half else 512) < N <= 16384,
-    }
+        kernel, constants, warps, registers = layernorm_chunks_kernel, {"BLOCK_N": 8192}, 16, 64
+    else:
+        pieces, warps, registers = plan
+        BLOCK_N = length // pieces
+        kernel = layernorm_pieces_kernel
+        constants = {
+            "PIECES": triton.cdiv(N, BLOCK_N),
+            "BLOCK_N": BLOCK_N,
+            "MASKED": N % BLOCK_N > 0,
+            "CORRECT": correct,
+            "HIDE": half and N > 8192 and nvidia,
+            "REREAD": (1536 if half else 512) < N <= 16384,
+        }
     options = {"num_warps": warps if nvidia else min(warps, 16)}  # AMD's have 64 threads
     if nvidia and registers:
         options["maxnreg"] = registers
-    return layernorm_pieces_kernel, 1, constants, options
+    return kernel, 1, constants, options
 
 
 @functools.cache
