@@ -423,7 +423,7 @@ def describe(tensor):
     return str(tensor.dtype)
 
 
-def launch_key(t, grad):
+def launch_key(t, pointer, grad):
     """All of a tensor that decides if it is taken, what is launched, and how that is compiled; but
     of strides only whether it is contiguous, for no other launch is kept.
     """
@@ -432,7 +432,7 @@ def launch_key(t, grad):
     return (
         t.shape,
         t.is_contiguous(),
-        t.data_ptr() & 15,
+        pointer & 15,
         t.get_device(),
         t.dtype,
         type(t),
@@ -458,19 +458,24 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     """
     try:
         grad = torch.is_grad_enabled()
-        key = launch_key(x, grad), launch_key(weight, grad), launch_key(bias, grad)
+        x_ptr = x.data_ptr()
+        gamma_ptr = None if weight is None else weight.data_ptr()
+        beta_ptr = None if bias is None else bias.data_ptr()
+        key = (
+            launch_key(x, x_ptr, grad),
+            launch_key(weight, gamma_ptr, grad),
+            launch_key(bias, beta_ptr, grad),
+        )
     except (AttributeError, RuntimeError):  # no dense tensor: check tells which
         key = None
     known = _launches.get(key)
     if known is not None and (not GPUS or x.get_device() == torch.cuda.current_device()):
         # As kernel[grid](...), without its search for what it has compiled, and without the launch
         # hooks that a profiler may have set.
-        run, programs, handles, numbers, constants = known
+        run, current_stream, programs, handles, numbers, constants = known
         out = torch.empty_like(x)
-        gamma_ptr = None if weight is None else weight.data_ptr()
-        beta_ptr = None if bias is None else bias.data_ptr()
-        pointers = x.data_ptr(), gamma_ptr, beta_ptr, out.data_ptr()
-        stream = triton.runtime.driver.active.get_current_stream(x.get_device())
+        pointers = x_ptr, gamma_ptr, beta_ptr, out.data_ptr()
+        stream = current_stream(x.get_device())
         run(programs, 1, 1, stream, *handles, *pointers, *numbers, eps, *constants)
         return out
 
@@ -496,6 +501,7 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
         )
     as_given = x.is_contiguous() and not x.is_neg() and gamma is weight and beta is bias
     if as_given and TRITON_3_6 and compiled is not None and len(_launches) < 4096:
+        run, current_stream = compiled.run, triton.runtime.driver.active.get_current_stream
         handles = compiled.function, compiled.packed_metadata, None, None, None
-        _launches[key] = compiled.run, programs, handles, numbers, tuple(constants.values())
+        _launches[key] = run, current_stream, programs, handles, numbers, tuple(constants.values())
     return out
