@@ -20,6 +20,7 @@ import argparse
 import csv
 import functools
 import importlib.util
+import math
 import statistics
 import subprocess
 import sys
@@ -45,7 +46,8 @@ from triton.testing import do_bench
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "beyond/results"
 ELEMENTS = 2**28  # of x in a LayerNorm case: half a GiB or one, more than any L2 cache
-LENGTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 16384, 32768, 65536)
+LENGTHS = (64, 100, 128, 256, 512, 768, 1000, 1024, 2048, 3000, 4096, 5120, 8192, 16384, 32768)
+LENGTHS += (50257, 65536, 131072)
 SHAPES = ((4096, 768, 3072), (8192, 1024, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 SMALL = (16, 768, 3072)
 CALLS = 500  # in a row, for the host's time
@@ -120,8 +122,11 @@ def layernorm_contenders(N, dtype, thorough):
     contenders[f"chapter, best ({warps} warps)"] = chapters(warps)
     # The ladder's steps before the last, where they are not the chapter's.
     capability = fast.gpu(x.device)[0]
-    kernel, _, constants, options = fast.choose(N, dtype, capability)
-    tensors = x, weight, bias, out, M, N, N, 1e-5
+    kernel, rows, constants, options = fast.choose(N, math.gcd(N, 16), dtype, capability)
+    tensors, programs = (x, weight, bias, out, M, N, N, 1e-5), triton.cdiv(M, rows)
+    if 1 < constants.get("ALIGN", 16) < 16:
+        by_one = constants | options | {"ALIGN": 1}
+        contenders["without ALIGN"] = lambda: kernel[(programs,)](*tensors, **by_one)
     if constants.get("REREAD"):
         held = constants | options | {"REREAD": False}
         contenders["pieces, held"] = lambda: kernel[(M,)](*tensors, **held)
@@ -130,7 +135,7 @@ def layernorm_contenders(N, dtype, thorough):
         contenders["pieces as float32"] = lambda: kernel[(M,)](*tensors, **all_float32)
     if kernel is fast.layernorm_ring_kernel:
         # What takes the rows that are longer than all others' can be.
-        chunks, _, block, limits = fast.choose(2**20, dtype, capability)
+        chunks, _, block, limits = fast.choose(2**20, 16, dtype, capability)
         contenders["chunks"] = lambda: chunks[(M,)](*tensors, **block, **limits)
     contenders |= peer("Liger", "liger-kernel", lambda: liger(x, weight, bias))
     contenders |= peer("QuACK", "quack-kernels", lambda: quack(x, weight, bias))
@@ -315,8 +320,9 @@ def host(quick):
     }
     for group, calls in groups.items():
         times = {name: [] for name in calls}
-        for _ in range(3 if quick else 11):
-            for name, call in calls.items():
+        for i in range(3 if quick else 11):
+            for name in reversed(calls) if i % 2 else calls:
+                call = calls[name]
                 call()
                 torch.cuda.synchronize()
                 start = time.perf_counter()

@@ -13,14 +13,17 @@ keeps the 16-bit values, and not twice as many registers of float32 (HIDE).
 layernorm_ring_kernel keeps most of a row in shared memory, where float32 outgrows the registers.
 layernorm_chunks_kernel reads a row of any length, twice.
 
+Where row length or stride is no multiple of 16, they are told what it is a multiple of (ALIGN).
+
 All compute in float32. Where a row's sum may lose bits (CORRECT), the mean is corrected by what is
 left of the differences from it: the corrected two-pass algorithm of Chan, Golub and LeVeque,
 "Algorithms for Computing the Sample Variance", 1983. The last two kernels see a row's parts one by
-one: the ring takes mean and squares of each column of pieces, by Welford's algorithm, and the other
-those of each chunk; both merge them as Chan, Golub and LeVeque do.
+one: they take mean and squares of each column of them, by Welford's algorithm, and merge the
+columns as Chan, Golub and LeVeque do.
 """
 
 import functools
+import math
 import os
 
 import torch
@@ -49,6 +52,15 @@ BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a signifi
 @triton.jit
 def add_pairs(a, b, c, d):
     return a + c, b + d
+
+
+@triton.jit
+def multiple(n, ALIGN: tl.constexpr):
+    """n, so that the compiler sees what it is a multiple of, and loads more than a value at once.
+
+    Triton looks only for multiples of 16: rows of 1000 would be loaded value by value.
+    """
+    return n // ALIGN * ALIGN if ALIGN < 16 else n
 
 
 @triton.jit
@@ -88,7 +100,7 @@ def mean_of(sum, N):
 
 @triton.jit
 def inv_sqrt(x, EXACT: tl.constexpr):
-    """1 / sqrt(x); EXACT, where a float32 output shows what tl.rsqrt's approximation loses."""
+    """1 / sqrt(x); EXACT, where the output may show what tl.rsqrt's approximation loses."""
     tiny = x < 1e-30  # tl.rsqrt takes what is below 2**-126 for 0
     near = tl.rsqrt(tl.where(tiny, x * 2.0**64, x))
     near = tl.where(tiny, near * 2.0**32, near)
@@ -105,7 +117,7 @@ def inv_std_and_rest(squares, diff, N, eps, axis: tl.constexpr, CORRECT: tl.cons
         sum_squares, sum_diff = tl.reduce((squares, diff), axis, add_pairs)
         rest = mean_of(sum_diff, N)
         return inv_sqrt(sum_squares / N - rest * rest + eps, True), rest
-    inv_std = inv_sqrt(tl.sum(squares, axis=axis) / N + eps, False)
+    inv_std = inv_sqrt(tl.sum(squares, axis=axis) * (1.0 / N) + eps, False)
     return inv_std, tl.zeros_like(inv_std)
 
 
@@ -123,15 +135,19 @@ def layernorm_rows_kernel(
     BLOCK_N: tl.constexpr,  # a power of two, at least N
     MASKED: tl.constexpr,  # is BLOCK_N longer than a row?
     CORRECT: tl.constexpr,
+    ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
 ):
+    N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
+    cols = tl.arange(0, BLOCK_N)
     mask = (rows < M) & (cols < N) if MASKED else rows < M
     x = tl.load(x_ptr + rows * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
     diff = x - mean_of(tl.sum(x, axis=1), N)[:, None]
-    if MASKED:
-        diff = tl.where(cols < N, diff, 0.0)
-    inv_std, rest = inv_std_and_rest(diff * diff, diff, N, eps, 1, CORRECT)
+    squares, diffs = diff * diff, diff
+    if MASKED:  # not diff itself, which is not used beyond the row: that would cost more
+        squares = tl.where(cols < N, squares, 0.0)
+        diffs = tl.where(cols < N, diffs, 0.0)
+    inv_std, rest = inv_std_and_rest(squares, diffs, N, eps, 1, CORRECT)
     x_norm = (diff - rest[:, None]) * inv_std[:, None]
     x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, cols, N, MASKED)
     tl.store(out_ptr + rows * N + cols, x_norm.to(out_ptr.dtype.element_ty), mask=mask)
@@ -165,7 +181,9 @@ def layernorm_pieces_kernel(
     CORRECT: tl.constexpr,
     HIDE: tl.constexpr,  # does the row stay in 16 bits?
     REREAD: tl.constexpr,  # is the row read once more, from the cache, rather than held to the end?
+    ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
 ):
+    N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
     row = tl.program_id(0).to(tl.int64)
     x_row, out_row = x_ptr + row * stride_m, out_ptr + row * N
     cols = tl.arange(0, BLOCK_N)
@@ -225,7 +243,9 @@ def layernorm_ring_kernel(
     eps,
     SLOTS: gl.constexpr,  # pieces of a row in shared memory: all but the first
     BLOCK_N: gl.constexpr,  # a power of two: the columns of a piece
+    ALIGN: gl.constexpr,  # a power of two that divides stride_m, at most 16
 ):
+    stride_m = multiple(stride_m, ALIGN)
     # A thread reads only what it has copied itself, 16 bytes at a time.
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -288,94 +308,121 @@ def layernorm_chunks_kernel(
     stride_m,
     eps,
     BLOCK_N: tl.constexpr,  # a power of two: the columns of a chunk
+    ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
 ):
+    N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
     row = tl.program_id(0).to(tl.int64)
     x_row, out_row = x_ptr + row * stride_m, out_ptr + row * N
     cols = tl.arange(0, BLOCK_N)
     # Less is lost of differences from a value near the mean: the first chunk's.
-    near = tl.sum(load(x_row, cols, N, True, "").to(tl.float32), axis=0) / tl.minimum(N, BLOCK_N)
-    squares = tl.zeros([BLOCK_N], tl.float32)
-    mean, between = 0.0, 0.0
-    for start in range(0, N, BLOCK_N):
-        mask = start + cols < N
-        x = tl.load(x_row + start + cols, mask=mask, other=0.0).to(tl.float32)
-        n = tl.minimum(N - start, BLOCK_N)
-        x -= near
-        chunk_mean = mean_of(tl.sum(tl.where(mask, x, 0.0), axis=0), n)
-        diff = tl.where(mask, x - chunk_mean, 0.0)
-        squares += diff * diff
-        # Chan's update: what this chunk's mean is off from that of the chunks before it.
-        diff = chunk_mean - mean
-        share = n / (start + n)
-        mean += diff * share
-        between += diff * diff * share * start
-    inv_std = inv_sqrt((tl.sum(squares, axis=0) + between) / N + eps, True)
+    near = tl.sum(load(x_row, cols, N, True, "").to(tl.float32), axis=0)
+    near /= tl.minimum(N, BLOCK_N)
+    # Each column's mean over the chunks, and squares: Welford's algorithm.
+    means, squares = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    whole = N // BLOCK_N
+    for i in range(whole):
+        c = i * BLOCK_N + cols
+        x = load(x_row, c, N, False, "evict_last").to(tl.float32) - near
+        diff = x - means
+        means += diff * (1.0 / (i + 1))
+        squares += diff * (x - means)
+    c = whole * BLOCK_N + cols
+    x = load(x_row, c, N, True, "evict_last").to(tl.float32) - near
+    diff = tl.where(c < N, x - means, 0.0)
+    means += diff * (1.0 / (whole + 1))
+    squares += diff * (x - means)
+    # The columns together, as Chan, Golub and LeVeque merge them.
+    count = tl.where(c < N, whole + 1, whole).to(tl.float32)
+    mean = mean_of(tl.sum(count * means, axis=0), N)
+    squares += count * (means - mean) * (means - mean)
+    inv_std = inv_sqrt(tl.sum(squares, axis=0) / N + eps, True)
     # Backwards: what was read last is still in the cache.
-    for start in range((N - 1) // BLOCK_N * BLOCK_N, -1, -BLOCK_N):
-        mask = start + cols < N
-        x = tl.load(x_row + start + cols, mask=mask, other=0.0).to(tl.float32)
-        x_norm = (x - near - mean) * inv_std
-        x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, start + cols, N, True)
-        tl.store(out_row + start + cols, x_norm.to(out_ptr.dtype.element_ty), mask=mask)
+    for i in range((N - 1) // BLOCK_N, -1, -1):
+        c = i * BLOCK_N + cols
+        x = load(x_row, c, N, True, "evict_first").to(tl.float32)
+        x_norm = scale_and_shift((x - near - mean) * inv_std, gamma_ptr, beta_ptr, c, N, True)
+        store(out_row, c, x_norm, N, True)
 
 
 INTERPRET = not isinstance(layernorm_rows_kernel, triton.JITFunction)
 DEVICE = "cpu" if INTERPRET else "cuda"
 GPUS = torch.cuda.device_count() > 1  # is there one that is not the current?
 
-# For rows of up to so many columns: the pieces that these make, the warps of a program, and the
-# most registers of a thread (None: what the compiler takes); in float32, and in 16 bits (None: by
-# another kernel). On an H200 the fastest of what was tried: 1 to 8 pieces, 1 to 32 warps, rows held
-# and rows read again. results/layernorm.csv has what some of them reach.
-PLANS = {
-    768: ((3, 4, None), (3, 1, None)),
-    1024: ((1, 4, None), (1, 2, None)),
-    1536: ((3, 4, None), (3, 1, None)),
-    2048: ((1, 8, None), (1, 4, None)),
-    3072: ((3, 8, None), (3, 2, None)),
-    4096: ((1, 8, 64), (1, 8, None)),
-    6144: ((6, 16, None), (3, 4, None)),
-    8192: ((4, 16, None), (1, 8, None)),
-    12288: ((3, 16, None), (3, 4, None)),
-    16384: ((4, 16, None), (4, 8, None)),
-    24576: ((3, 16, None), (3, 8, None)),
-    32768: ((1, 32, None), (4, 8, 128)),
-    49152: (None, (3, 16, None)),
-    65536: (None, (4, 16, None)),
+# For rows of up to so many columns: the columns of a piece, the warps of a program, the most
+# registers of a thread (None: what the compiler takes), REREAD and HIDE. On an H200 the fastest of
+# what was tried: 1 to 8 pieces, 1 to 32 warps, rows held and rows read again.
+# results/layernorm.csv has what some of them reach.
+FLOAT32 = {
+    768: (1024, 2, None, True, False),
+    1024: (1024, 4, None, True, False),
+    1280: (512, 4, None, True, False),
+    1792: (2048, 4, None, True, False),
+    2048: (2048, 8, None, True, False),
+    2560: (512, 8, None, True, False),
+    4095: (4096, 8, None, True, False),
+    4096: (4096, 8, 64, True, False),
+    6144: (1024, 16, None, True, False),
+    8192: (2048, 16, None, True, False),
+    16384: (4096, 16, None, True, False),
+    20480: (4096, 32, None, True, False),
+    32767: (8192, 32, None, False, False),
+    32768: (32768, 32, None, False, False),
+}
+HALF = {
+    768: (256, 1, None, False, False),
+    1792: (512, 1, None, True, False),
+    2048: (2048, 4, None, True, False),
+    3072: (1024, 2, None, True, False),
+    3584: (2048, 4, None, True, False),
+    4096: (4096, 8, None, True, False),
+    5120: (1024, 4, None, True, False),
+    6144: (2048, 4, None, True, False),
+    8192: (1024, 8, None, True, False),
+    12288: (4096, 4, None, True, True),
+    16384: (4096, 8, None, True, False),
+    24576: (8192, 8, None, False, True),
+    32768: (8192, 8, 128, False, True),
+    65536: (16384, 16, None, False, True),
 }
 
 
-def choose(N, dtype, capability):
-    """What to launch for rows of N: (kernel, rows a program takes, its constants, its options)."""
+def choose(N, align, dtype, capability):
+    """What to launch for rows of N that begin at multiples of align: (kernel, rows a program takes,
+    its constants, its options).
+    """
     half = dtype != torch.float32
     nvidia = capability > (0, 0)
     # The sum of so many values is exact, if they are equal, while it fits a float32's significand.
     correct = BITS[dtype] + (N - 1).bit_length() > BITS[torch.float32]
     if N <= 512:
         BLOCK_N = triton.next_power_of_2(N)
-        rows = 1024 // BLOCK_N
+        rows = max(1024 // BLOCK_N, 4) if half else max(512 // BLOCK_N, 2)
         constants = {"ROWS": rows, "BLOCK_N": BLOCK_N, "MASKED": N < BLOCK_N, "CORRECT": correct}
-        return layernorm_rows_kernel, rows, constants, {"num_warps": 1 if half and N > 64 else 2}
-    length = next((length for length in PLANS if N <= length), None)
-    plan = PLANS[length][half] if length and TUPLES else None
+        constants["ALIGN"] = align
+        return layernorm_rows_kernel, rows, constants, {"num_warps": 2 if half and N > 256 else 1}
     rings = TRITON_3_6 and capability[0] in (9, 10)
-    if plan is None and N % 8192 == 0 and 2**15 < N <= 2**16 and rings:
+    if N % 8192 == 0 and 2**15 < N <= 2**16 and not half and rings:
         # Up to 225 KiB of shared memory, which other GPUs have not.
-        constants = {"SLOTS": N // 8192 - 1, "BLOCK_N": 8192}
+        constants = {"SLOTS": N // 8192 - 1, "BLOCK_N": 8192, "ALIGN": align}
         return layernorm_ring_kernel, 1, constants, {"num_warps": 32}
-    if plan is None:
-        kernel, constants, warps, registers = layernorm_chunks_kernel, {"BLOCK_N": 8192}, 16, 64
+    plans = HALF if half else FLOAT32
+    length = next((length for length in plans if N <= length), None)
+    # A value at a time, as rows of an odd length are read, takes too many registers for a long one.
+    if length is None or not TUPLES or (align == 1 and N > 2**14):
+        kernel = layernorm_chunks_kernel
+        BLOCK_N, warps, registers = (2048, 16, None) if align == 1 else (8192, 16, 64)
+        constants = {"BLOCK_N": BLOCK_N, "ALIGN": align}
     else:
-        pieces, warps, registers = plan
-        BLOCK_N = length // pieces
         kernel = layernorm_pieces_kernel
+        BLOCK_N, warps, registers, reread, hide = plans[length]
         constants = {
             "PIECES": triton.cdiv(N, BLOCK_N),
             "BLOCK_N": BLOCK_N,
             "MASKED": N % BLOCK_N > 0,
             "CORRECT": correct,
-            "HIDE": half and N > 8192 and nvidia,
-            "REREAD": (1536 if half else 512) < N <= 16384,
+            "HIDE": hide and nvidia,
+            "REREAD": reread and align > 1,
+            "ALIGN": align,
         }
     options = {"num_warps": warps if nvidia else min(warps, 16)}  # AMD's have 64 threads
     if nvidia and registers:
@@ -392,6 +439,14 @@ def gpu(device):
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor) if nvidia else (0, 0)
     return capability, properties.multi_processor_count
+
+
+def address(tensor):
+    """Where a tensor's values are; 0 if nowhere: it is empty, freed, or torch.func's."""
+    try:
+        return tensor.data_ptr() if tensor.untyped_storage().nbytes() else 0
+    except RuntimeError:
+        return 0
 
 
 def check(tensors):
@@ -413,6 +468,9 @@ def check(tensors):
     wanting = ", ".join(name for name, t in tensors.items() if t.requires_grad)
     if wanting and torch.is_grad_enabled():
         raise ValueError(f"fast_layernorm has no backward, and {wanting} requires a gradient")
+    freed = ", ".join(name for name, t in tensors.items() if t.numel() and not address(t))
+    if freed:
+        raise ValueError(f"expected tensors with values in memory, got {freed} without")
 
 
 def describe(tensor):
@@ -432,7 +490,7 @@ def launch_key(t, pointer, grad):
     return (
         t.shape,
         t.is_contiguous(),
-        pointer & 15,
+        pointer & 15 if pointer >> 32 else None,  # a lower one is an offset, in what was freed
         t.get_device(),
         t.dtype,
         type(t),
@@ -452,9 +510,10 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     and dtype, computed in float32. Copied first: an x whose rows are not contiguous or not evenly
     apart, a strided weight or bias, views that negate.
 
-    There is no gradient, and a forward-mode tangent of x is dropped. Raises TypeError for another
-    dtype, another layout, and subclasses of torch.Tensor; ValueError for shapes that do not match,
-    for tensors on different devices, and where a gradient is wanted.
+    There is no gradient, and a forward-mode tangent is dropped. Raises TypeError for another dtype,
+    another layout, and subclasses of torch.Tensor; ValueError for shapes that do not match, for
+    tensors on different devices, for those of a transform such as torch.func.vmap, and where a
+    gradient is wanted.
     """
     try:
         grad = torch.is_grad_enabled()
@@ -466,7 +525,7 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
             launch_key(weight, gamma_ptr, grad),
             launch_key(bias, beta_ptr, grad),
         )
-    except (AttributeError, RuntimeError):  # no dense tensor: check tells which
+    except (AttributeError, RuntimeError, ValueError):  # x is empty, or check tells what is wrong
         key = None
     known = _launches.get(key)
     if known is not None and (not GPUS or x.get_device() == torch.cuda.current_device()):
@@ -488,13 +547,15 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     M = out.numel() // N
     rows = x.resolve_neg().reshape(M, N)
     rows = rows if N == 1 or rows.stride(1) == 1 else rows.contiguous()
+    stride_m = rows.stride(0) if M > 1 else N  # that of a single row may be anything
     gamma, beta = (None if t is None else t.resolve_neg().contiguous() for t in (weight, bias))
     capability, multiprocessors = gpu(x.device)
-    kernel, rows_a_program, constants, options = choose(N, x.dtype, capability)
+    align = 1 if rows.data_ptr() % 16 else math.gcd(N, stride_m, 16)
+    kernel, rows_a_program, constants, options = choose(N, align, x.dtype, capability)
     programs = triton.cdiv(M, rows_a_program)
     if kernel is layernorm_ring_kernel:
         programs = min(M, multiprocessors)
-    numbers = M, N, rows.stride(0)
+    numbers = M, N, stride_m
     with torch.cuda.device_of(x):  # Triton launches on the current GPU; on the CPU, no effect
         compiled = kernel[(programs,)](
             rows, gamma, beta, out, *numbers, float(eps), **constants, **options

@@ -385,6 +385,14 @@ def describe(tensor):
     return f"{tensor.dtype} (a view that negates)" if tensor.is_neg() else str(tensor.dtype)
 
 
+def address(tensor):
+    """Where a tensor's values are; 0 if nowhere: it is empty, freed, or torch.func's."""
+    try:
+        return tensor.data_ptr() if tensor.untyped_storage().nbytes() else 0
+    except RuntimeError:
+        return 0
+
+
 def check(*tensors):
     """Check that x, weight and bias, if any, are what the kernels take; name what is not."""
 
@@ -407,6 +415,8 @@ def check(*tensors):
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         expected = "tensors without grad, or torch.no_grad(): this is forward only"
         refuse(ValueError, expected, lambda t: f"requires_grad={t.requires_grad}")
+    if any(t.numel() and not address(t) for t in tensors):
+        refuse(ValueError, "tensors with values in memory", lambda t: f"at {address(t):#x}")
 
 
 @functools.lru_cache(1024)
@@ -468,7 +478,8 @@ def launch_key(tensor):
     """All of a tensor that decides if it is taken, what is launched, and how that is compiled."""
     if type(tensor) not in TENSORS or tensor.layout != torch.strided or tensor.is_nested:
         return type(tensor)
-    aligned = tensor.data_ptr() % 16 == 0
+    place = address(tensor)
+    aligned = place % 16 == 0 if place else None
     wants_grad = tensor.requires_grad and torch.is_grad_enabled()
     kind = tensor.dtype, tensor.device, aligned, tensor.is_neg(), wants_grad
     return tensor.shape, tensor.stride(), kind
@@ -513,8 +524,9 @@ def fast_linear_gelu(x, weight, bias=None):
     Copied are only an x whose leading dimensions are no one stride apart, and a strided bias.
 
     Raises TypeError for another dtype or two, another layout, and subclasses of torch.Tensor;
-    ValueError for two devices, for shapes that do not chain, and where one of the tensors requires
-    grad and grad mode is on. A forward-mode tangent is dropped.
+    ValueError for two devices, for shapes that do not chain, for tensors of a transform such as
+    torch.func.vmap, and where one requires grad and grad mode is on. A forward-mode tangent is
+    dropped.
     """
     key = launch_key(x), launch_key(weight), launch_key(bias)
     known = _launches.get(key)

@@ -26,7 +26,7 @@ SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99}  # KiB that a
 SPILLS = {
     ("sm_90", "layernorm_ring_kernel", 8192): 8,
     ("sm_100", "layernorm_ring_kernel", 8192): 40,
-    ("sm_100", "layernorm_chunks_kernel", 8192): 16,
+    ("sm_100", "layernorm_pieces_kernel", 8192): 8,
     ("sm_120", "layernorm_pieces_kernel", 32768): 16,
 }
 
@@ -46,7 +46,7 @@ def linear_gelu_arguments(target):
 
 def layernorm_arguments(target):
     """Rows of each kernel, masked and not, and those that fill the registers."""
-    for N in (64, 300, 768, 5120, 16384, 32768, 65536, 2**17):
+    for N in (64, 300, 768, 1000, 5120, 16384, 32760, 32768, 50257, 65536, 2**17):
         for dtype in (torch.float32, torch.bfloat16):
             yield torch.empty(3, N, dtype=dtype), torch.empty(N), torch.empty(N)
 
@@ -93,6 +93,15 @@ def late(compiled):
     return len(re.findall("ma+g", order)) != 2 or "ga" in order
 
 
+def narrow(compiled, arguments):
+    """Whether a row's values are stored one by one, although each row begins at 8 bytes or more.
+
+    They are loaded as they are stored.
+    """
+    wide = arguments.get("ALIGN", 1) * arguments["out_ptr"].element_size() >= 8
+    return wide and re.search(r"st\.global\.b(16|32)\b", compiled.asm["ptx"])
+
+
 def check(file, name):
     target, found = gpu_compile.TARGETS[name], []
     gpu_compile.SHARED_LIMIT = SHARED.get(name, 64) * 1024
@@ -104,6 +113,8 @@ def check(file, name):
         faults = [fault for fault in faults if not expected(fault, name, kernel, arguments)]
         if kernel.__name__ == "linear_gelu_pingpong_kernel" and late(compiled):
             faults.append("computes GELU before the last slot is handed back")
+        if file == "fast_layernorm" and target.backend == "cuda" and narrow(compiled, arguments):
+            faults.append("stores one value at a time")
         found.append((kernel.__name__, constants | options, faults))
     return found
 

@@ -1,5 +1,6 @@
 """beyond/fast_layernorm.py: what it takes, what it returns, and what it refuses."""
 
+import math
 import types
 
 import numpy as np
@@ -23,26 +24,10 @@ LIMIT = {
     torch.bfloat16: 6e-3 if INTERPRET else 3e-3,
 }
 # All the ways that choose() decides, on either side of each of its limits.
-LENGTHS = [1, 2, 31, 64, 65, 512, 513, 768, 1025, 3000]
-LONG = [
-    1024,
-    2048,
-    5120,
-    8192,
-    9000,
-    12288,
-    16384,
-    20480,
-    24576,
-    32768,
-    32769,
-    40960,
-    65535,
-    65536,
-    65537,
-    2**17 + 8,
-    2**20,
-]
+LENGTHS = [1, 2, 31, 64, 65, 100, 256, 257, 300, 512, 513, 520, 768, 1000, 1001, 1025, 3000]
+LONG = [1024, 1280, 1600, 2048, 2560, 3584, 4096, 5120, 6144, 7168, 8192, 9000, 12288]
+LONG += [16383, 16384, 16385, 20480, 24576, 32768, 32769, 40960, 65535, 65536, 65537]
+LONG += [2**17 - 1, 2**17 + 8, 2**20]
 
 
 def random(*shape, seed=0, dtype=torch.float32):
@@ -78,8 +63,9 @@ def test_rows_of_every_length(N, dtype):
     assert_right(random(M, N, dtype=dtype), random(N, seed=1, dtype=dtype), random(N, seed=2))
 
 
-def in_chunks(*_):
-    return fast.layernorm_chunks_kernel, 1, {"BLOCK_N": 256}, {"num_warps": 8}
+def in_chunks(N, align, *_):
+    constants = {"BLOCK_N": 256, "ALIGN": align}
+    return fast.layernorm_chunks_kernel, 1, constants, {"num_warps": 8}
 
 
 @pytest.mark.parametrize("N", [1, 256, 700])
@@ -173,7 +159,7 @@ def test_error_of_what_is_hard_to_add(N, kind, eps):
 @pytest.mark.parametrize(
     "kind", [k for k in VALUES if k != "one outlier"]
 )  # luck decides who rounds better
-@pytest.mark.parametrize("N", [64, 100, 512, 768, 1024, 4096, 5120, 10000, 32768, 65536, 2**17])
+@pytest.mark.parametrize("N", [64, 100, 512, 768, 1000, 4096, 5120, 10000, 32768, 65536, 2**17])
 def test_error_is_at_most_a_twentieth_above_torchs(N, kind, eps, dtype):
     x = VALUES[kind](random(max(2**22 // N, 64), N)).to(dtype)
     assert_no_worse_than_torch(x, eps, random(N, seed=1).to(dtype), random(N, seed=2).to(dtype))
@@ -244,6 +230,12 @@ class Subclass(torch.Tensor):
     pass
 
 
+def freed(*shape, offset=0):
+    tensor = torch.zeros(offset + math.prod(shape), device=DEVICE)[offset:].view(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(8, device=DEVICE)
 REFUSED = {
     "float64": (TypeError, (X.double(),), "x torch.float64"),
@@ -257,6 +249,10 @@ REFUSED = {
     "sparse": (TypeError, (X.to_sparse(),), r"x torch.float32 \(torch.sparse_coo\)"),
     "nested": (TypeError, (torch.nested.nested_tensor([W]),), r"x torch.float32 \(nested\)"),
     "a subclass": (TypeError, (X.as_subclass(Subclass),), "x <class '.*Subclass'>"),
+    "freed": (ValueError, (freed(4, 8), W), "in memory, got x without"),
+    "a freed bias": (ValueError, (X, W, freed(8)), "in memory, got bias without"),
+    "a freed part": (ValueError, (X, freed(8, offset=64)), "in memory, got weight without"),
+    "no parameter yet": (TypeError, (X, torch.nn.UninitializedParameter()), "UninitializedParam"),
     "no dimension": (ValueError, (X[0, 0],), r"x \(\)"),
     "a long weight": (ValueError, (X, W.repeat(2)), r"x \(4, 8\), weight \(16,\)"),
     "a weight of one": (ValueError, (X, W[:1]), r"x \(4, 8\), weight \(1,\)"),
@@ -276,6 +272,38 @@ def test_it_refuses(name, monkeypatch):
     monkeypatch.setattr(fast, "choose", None)  # nothing may come as far
     with pytest.raises(error, match=message):
         fast_layernorm(*arguments)
+
+
+def test_it_refuses_a_transform():
+    with pytest.raises(ValueError, match="in memory, got x without"):
+        torch.func.vmap(fast_layernorm)(X)
+
+
+@pytest.mark.parametrize("offset", [0, 64])
+def test_a_freed_tensor_is_no_known_one(kernel, offset):
+    x, weight = random(4, 64), random(128)[offset : offset + 64]
+    fast_layernorm(x, weight)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="in memory, got weight without"):
+        fast_layernorm(x, weight)
+
+
+@pytest.mark.parametrize(
+    "x, align",
+    [
+        (random(40, 64), 16),
+        (random(40, 60), 4),
+        (random(40, 72)[:, :64], 8),
+        (random(40, 65)[:, :64], 1),
+        (random(40, 80)[:, 1:65], 1),  # in memory at no multiple of 16 bytes
+        (random(64).expand(40, 64), 16),
+        (random(2, 68)[1:, :64], 16),  # a single row: its stride is not used
+    ],
+)
+def test_what_rows_are_said_to_begin_at_multiples_of(kernel, x, align):
+    fast_layernorm(x)
+    ((_, _, options),) = kernel.launches
+    assert options["ALIGN"] == align
 
 
 def test_a_gradient_is_refused_only_where_it_is_wanted():

@@ -387,6 +387,8 @@ def test_error(M, K, dtype):
 
 X, W, B = torch.ones(20, 12, device=DEVICE), torch.ones(16, 12, device=DEVICE), vector(16, 2)
 OTHER = "meta" if INTERPRET else "cpu"
+FREED = torch.ones(20, 12, device=DEVICE)
+FREED.untyped_storage().resize_(0)
 
 
 class Subclass(torch.Tensor):
@@ -423,6 +425,7 @@ class Subclass(torch.Tensor):
         ((X, W, B[None]), ValueError, "bias (1, 16)"),
         ((X, W[0], B), ValueError, "bias (), got x (20, 12), weight (12,), bias (16,)"),
         ((X[:0], W, B[:15]), ValueError, "bias (15,)"),
+        ((FREED, W), ValueError, "in memory, got x at 0x0, weight at 0x"),
     ],
 )
 def test_refuses(launches, arguments, error, message):
@@ -444,6 +447,11 @@ def test_refuses_what_requires_grad(launches, names):
     with torch.no_grad():
         fast_linear_gelu(**tensors)
     assert len(launches) == 1
+
+
+def test_refuses_a_transform():
+    with pytest.raises(ValueError, match="in memory, got x at 0x0, weight"):
+        torch.func.vmap(fast_linear_gelu, (0, None))(X, W)
 
 
 def test_takes_the_parameters_of_a_layer():
@@ -499,6 +507,16 @@ def compiled_once(monkeypatch):
     monkeypatch.setattr(triton.runtime, "driver", driver)
     monkeypatch.setattr(fast, "TRITON_3_6", True)
     return made, kernel
+
+
+@pytest.mark.parametrize("offset", [0, 16])
+def test_a_freed_tensor_is_no_known_one(compiled_once, offset):
+    x, weight, bias = inputs(20, 12, 16)
+    bias = bias.repeat(2)[offset : offset + 16]
+    fast_linear_gelu(x, weight, bias)
+    bias.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="in memory, got x at .*, bias at 0x0"):
+        fast_linear_gelu(x, weight, bias)
 
 
 @pytest.mark.parametrize("step", [PLAIN, TMA])
