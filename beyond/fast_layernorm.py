@@ -547,7 +547,7 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     M = out.numel() // N
     rows = x.resolve_neg().reshape(M, N)
     rows = rows if N == 1 or rows.stride(1) == 1 else rows.contiguous()
-    stride_m = rows.stride(0) if M > 1 else N  # that of a single row may be anything
+    stride_m = rows.stride(0)
     gamma, beta = (None if t is None else t.resolve_neg().contiguous() for t in (weight, bias))
     capability, multiprocessors = gpu(x.device)
     align = 1 if rows.data_ptr() % 16 else math.gcd(N, stride_m, 16)

@@ -297,7 +297,7 @@ def test_a_freed_tensor_is_no_known_one(kernel, offset):
         (random(40, 65)[:, :64], 1),
         (random(40, 80)[:, 1:65], 1),  # in memory at no multiple of 16 bytes
         (random(64).expand(40, 64), 16),
-        (random(2, 68)[1:, :64], 16),  # a single row: its stride is not used
+        (random(2, 68)[1:, :64], 16),  # a single row: its stride is another
     ],
 )
 def test_what_rows_are_said_to_begin_at_multiples_of(kernel, x, align):
