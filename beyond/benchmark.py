@@ -124,15 +124,17 @@ def layernorm_contenders(N, dtype, thorough):
     capability = fast.gpu(x.device)[0]
     kernel, rows, constants, options = fast.choose(N, math.gcd(N, 16), dtype, capability)
     tensors, programs = (x, weight, bias, out, M, N, N, 1e-5), triton.cdiv(M, rows)
-    if 1 < constants.get("ALIGN", 16) < 16:
-        by_one = constants | options | {"ALIGN": 1}
-        contenders["without ALIGN"] = lambda: kernel[(programs,)](*tensors, **by_one)
+
+    def step_with(**changed):
+        launched = constants | options | changed
+        return lambda: kernel[(programs,)](*tensors, **launched)
+
+    if 1 < constants["ALIGN"] < 16:
+        contenders["without ALIGN"] = step_with(ALIGN=1)
     if constants.get("REREAD"):
-        held = constants | options | {"REREAD": False}
-        contenders["pieces, held"] = lambda: kernel[(M,)](*tensors, **held)
+        contenders["pieces, held"] = step_with(REREAD=False)
     if constants.get("HIDE"):
-        all_float32 = constants | options | {"HIDE": False}
-        contenders["pieces as float32"] = lambda: kernel[(M,)](*tensors, **all_float32)
+        contenders["pieces as float32"] = step_with(HIDE=False)
     if kernel is fast.layernorm_ring_kernel:
         # What takes the rows that are longer than all others' can be.
         chunks, _, block, limits = fast.choose(2**20, 16, dtype, capability)

@@ -397,8 +397,13 @@ def choose(N, align, dtype, capability):
     if N <= 512:
         BLOCK_N = triton.next_power_of_2(N)
         rows = max(1024 // BLOCK_N, 4) if half else max(512 // BLOCK_N, 2)
-        constants = {"ROWS": rows, "BLOCK_N": BLOCK_N, "MASKED": N < BLOCK_N, "CORRECT": correct}
-        constants["ALIGN"] = align
+        constants = {
+            "ROWS": rows,
+            "BLOCK_N": BLOCK_N,
+            "MASKED": N < BLOCK_N,
+            "CORRECT": correct,
+            "ALIGN": align,
+        }
         return layernorm_rows_kernel, rows, constants, {"num_warps": 2 if half and N > 256 else 1}
     rings = TRITON_3_6 and capability[0] in (9, 10)
     if N % 8192 == 0 and 2**15 < N <= 2**16 and not half and rings:

@@ -478,8 +478,12 @@ def launch_key(tensor):
     """All of a tensor that decides if it is taken, what is launched, and how that is compiled."""
     if type(tensor) not in TENSORS or tensor.layout != torch.strided or tensor.is_nested:
         return type(tensor)
-    place = address(tensor)
-    aligned = place % 16 == 0 if place else None
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # torch.func's: check refuses it
+        return type(tensor)
+    # A lower one is an offset, in what was freed.
+    aligned = pointer % 16 == 0 if pointer >> 32 else None
     wants_grad = tensor.requires_grad and torch.is_grad_enabled()
     kind = tensor.dtype, tensor.device, aligned, tensor.is_neg(), wants_grad
     return tensor.shape, tensor.stride(), kind

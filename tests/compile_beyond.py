@@ -98,7 +98,7 @@ def narrow(compiled, arguments):
 
     They are loaded as they are stored.
     """
-    wide = arguments.get("ALIGN", 1) * arguments["out_ptr"].element_size() >= 8
+    wide = arguments["ALIGN"] * arguments["out_ptr"].element_size() >= 8
     return wide and re.search(r"st\.global\.b(16|32)\b", compiled.asm["ptx"])
 
 

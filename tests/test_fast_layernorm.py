@@ -35,6 +35,11 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
+def skip_where_slow(N):
+    if INTERPRET and N > 3000:
+        pytest.skip("needs a GPU: the interpreter is slow")
+
+
 def exact(x, weight=None, bias=None, eps=1e-5):
     """LayerNorm in float64."""
     weight, bias = (t if t is None else t.double() for t in (weight, bias))
@@ -57,8 +62,7 @@ def assert_right(x, weight=None, bias=None, eps=1e-5):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("N", LENGTHS + LONG)
 def test_rows_of_every_length(N, dtype):
-    if INTERPRET and N > 3000:
-        pytest.skip("needs a GPU: the interpreter is slow")
+    skip_where_slow(N)
     M = 37 if N < 100 else 2
     assert_right(random(M, N, dtype=dtype), random(N, seed=1, dtype=dtype), random(N, seed=2))
 
@@ -159,7 +163,9 @@ def test_error_of_what_is_hard_to_add(N, kind, eps):
 @pytest.mark.parametrize(
     "kind", [k for k in VALUES if k != "one outlier"]
 )  # luck decides who rounds better
-@pytest.mark.parametrize("N", [64, 100, 512, 768, 1000, 4096, 5120, 10000, 32768, 65536, 2**17])
+@pytest.mark.parametrize(
+    "N", [64, 100, 512, 768, 1000, 1024, 4096, 5120, 10000, 32768, 65536, 2**17]
+)
 def test_error_is_at_most_a_twentieth_above_torchs(N, kind, eps, dtype):
     x = VALUES[kind](random(max(2**22 // N, 64), N)).to(dtype)
     assert_no_worse_than_torch(x, eps, random(N, seed=1).to(dtype), random(N, seed=2).to(dtype))
@@ -183,8 +189,7 @@ def assert_no_worse_than_torch(x, eps, weight=None, bias=None, floor=0.0):
 @pytest.mark.parametrize("offset", [1e4, 1e6])
 @pytest.mark.parametrize("N", [256, 1100, 4096, 32768, 40960, 65536, 2**17])
 def test_a_mean_far_from_0_costs_no_bits(N, offset):
-    if INTERPRET and N > 3000:
-        pytest.skip("needs a GPU: the interpreter is slow")
+    skip_where_slow(N)
     x = random(4, N) + offset
     assert error(fast_layernorm(x), exact(x)) < (5e-6 if INTERPRET else 1e-6)
 
@@ -192,16 +197,14 @@ def test_a_mean_far_from_0_costs_no_bits(N, offset):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("N", [256, 1100, 32768, 65536, 2**17])
 def test_rows_whose_variance_is_denormal(N, dtype):
-    if INTERPRET and N > 3000:
-        pytest.skip("needs a GPU: the interpreter is slow")
+    skip_where_slow(N)
     x = (random(4, N) * 1e-20).to(dtype)
     assert error(fast_layernorm(x, eps=0.0), exact(x, eps=0.0)) < 4e-3  # it has few bits
 
 
 @pytest.mark.parametrize("N", [64, 768, 1100, 65536])
 def test_nan_and_infinity_stay_in_their_rows(N):
-    if INTERPRET and N > 3000:
-        pytest.skip("needs a GPU: the interpreter is slow")
+    skip_where_slow(N)
     x = random(9, N)
     x[1, 3], x[3, 0], x[5, N - 1] = float("nan"), float("inf"), float("-inf")
     y = fast_layernorm(x, random(N, seed=1))
