@@ -46,7 +46,7 @@ from triton.testing import do_bench
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "beyond/results"
 ELEMENTS = 2**28  # of x in a LayerNorm case: half a GiB or one, more than any L2 cache
-LENGTHS = (64, 100, 128, 256, 512, 768, 1000, 1024, 2048, 3000, 4096, 5120, 8192, 16384, 32768)
+LENGTHS = (64, 100, 128, 256, 384, 512, 768, 1000, 1024, 2048, 3000, 4096, 5120, 8192, 16384, 32768)
 LENGTHS += (50257, 65536, 131072)
 SHAPES = ((4096, 768, 3072), (8192, 1024, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 SMALL = (16, 768, 3072)
@@ -122,7 +122,7 @@ def layernorm_contenders(N, dtype, thorough):
     contenders[f"chapter, best ({warps} warps)"] = chapters(warps)
     # The ladder's steps before the last, where they are not the chapter's.
     capability = fast.gpu(x.device)[0]
-    kernel, rows, constants, options = fast.choose(N, math.gcd(N, 16), dtype, capability)
+    kernel, rows, constants, options = fast.choose(M, N, math.gcd(N, 16), dtype, capability)
     tensors, programs = (x, weight, bias, out, M, N, N, 1e-5), triton.cdiv(M, rows)
 
     def step_with(**changed):
@@ -137,7 +137,7 @@ def layernorm_contenders(N, dtype, thorough):
         contenders["pieces as float32"] = step_with(HIDE=False)
     if kernel is fast.layernorm_ring_kernel:
         # What takes the rows that are longer than all others' can be.
-        chunks, _, block, limits = fast.choose(2**20, 16, dtype, capability)
+        chunks, _, block, limits = fast.choose(M, 2**20, 16, dtype, capability)
         contenders["chunks"] = lambda: chunks[(M,)](*tensors, **block, **limits)
     contenders |= peer("Liger", "liger-kernel", lambda: liger(x, weight, bias))
     contenders |= peer("QuACK", "quack-kernels", lambda: quack(x, weight, bias))

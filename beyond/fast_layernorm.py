@@ -43,7 +43,7 @@ except ModuleNotFoundError:  # an older triton: the steps without shared memory 
     gluon, gl, async_copy = triton, tl, None
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-TUPLES = VERSION >= (3, 4)  # in kernels, as layernorm_pieces_kernel has them
+TUPLES = VERSION >= (3, 4)  # in kernels, as those that take a row in pieces have them
 TRITON_3_6 = VERSION >= (3, 6)  # before, gluon was another, and compiled.run took other arguments
 TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a significand
@@ -71,19 +71,22 @@ def load(ptr, cols, N, MASKED: tl.constexpr, EVICTION: tl.constexpr):
 
 
 @triton.jit
-def store(ptr, cols, x, N, MASKED: tl.constexpr):
+def store(ptr, cols, x, N, MASKED: tl.constexpr, EVICTION: tl.constexpr):
+    x = x.to(ptr.dtype.element_ty)
     if MASKED:
-        tl.store(ptr + cols, x.to(ptr.dtype.element_ty), mask=cols < N)
+        tl.store(ptr + cols, x, mask=cols < N, eviction_policy=EVICTION)
     else:
-        tl.store(ptr + cols, x.to(ptr.dtype.element_ty))
+        tl.store(ptr + cols, x, eviction_policy=EVICTION)
 
 
 @triton.jit
-def scale_and_shift(x_norm, gamma_ptr, beta_ptr, cols, N, MASKED: tl.constexpr):
+def scale_and_shift(
+    x_norm, gamma_ptr, beta_ptr, cols, N, MASKED: tl.constexpr, EVICTION: tl.constexpr
+):
     if gamma_ptr is not None:
-        x_norm *= load(gamma_ptr, cols, N, MASKED, "").to(tl.float32)
+        x_norm *= load(gamma_ptr, cols, N, MASKED, EVICTION).to(tl.float32)
     if beta_ptr is not None:
-        x_norm += load(beta_ptr, cols, N, MASKED, "").to(tl.float32)
+        x_norm += load(beta_ptr, cols, N, MASKED, EVICTION).to(tl.float32)
     return x_norm
 
 
@@ -131,26 +134,46 @@ def layernorm_rows_kernel(
     N,
     stride_m,
     eps,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # a power of two, at least N
-    MASKED: tl.constexpr,  # is BLOCK_N longer than a row?
+    ROWS: tl.constexpr,  # at most M
+    PIECES: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # a power of two: the columns of a piece
+    MASKED: tl.constexpr,  # does the last piece reach past the row?
     CORRECT: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
 ):
     N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    # The last program takes up rows of the one before, where its own are too few, and writes the
+    # same values. A mask for each row would cost more, and delay the loads.
+    first = tl.minimum(tl.program_id(0).to(tl.int64) * ROWS, M - ROWS)
+    rows = tl.arange(0, ROWS).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_N)
-    mask = (rows < M) & (cols < N) if MASKED else rows < M
-    x = tl.load(x_ptr + rows * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
-    diff = x - mean_of(tl.sum(x, axis=1), N)[:, None]
-    squares, diffs = diff * diff, diff
-    if MASKED:  # not diff itself, which is not used beyond the row: that would cost more
-        squares = tl.where(cols < N, squares, 0.0)
-        diffs = tl.where(cols < N, diffs, 0.0)
+    x = ()
+    for p in tl.static_range(PIECES):
+        c = p * BLOCK_N + cols
+        x_rows = x_ptr + first * stride_m + rows * stride_m
+        x = x + (load(x_rows, c, N, MASKED and p == PIECES - 1, "").to(tl.float32),)
+    sums = x[0]
+    for p in tl.static_range(1, PIECES):
+        sums += x[p]
+    mean = mean_of(tl.sum(sums, axis=1), N)[:, None]
+
+    diffs = x[PIECES - 1] - mean
+    squares = diffs * diffs
+    if MASKED:
+        beyond = (PIECES - 1) * BLOCK_N + cols >= N
+        diffs, squares = tl.where(beyond, 0.0, diffs), tl.where(beyond, 0.0, squares)
+    for p in tl.static_range(PIECES - 1):
+        diff = x[p] - mean
+        squares += diff * diff
+        diffs += diff
     inv_std, rest = inv_std_and_rest(squares, diffs, N, eps, 1, CORRECT)
-    x_norm = (diff - rest[:, None]) * inv_std[:, None]
-    x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, cols, N, MASKED)
-    tl.store(out_ptr + rows * N + cols, x_norm.to(out_ptr.dtype.element_ty), mask=mask)
+
+    for p in tl.static_range(PIECES):
+        c = p * BLOCK_N + cols
+        x_norm = (x[p] - mean - rest[:, None]) * inv_std[:, None]
+        x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, c, N, MASKED and p == PIECES - 1, "")
+        out_rows = out_ptr + first * N + rows * N
+        store(out_rows, c, x_norm, N, MASKED and p == PIECES - 1, "")
 
 
 @triton.jit
@@ -216,8 +239,10 @@ def layernorm_pieces_kernel(
         else:
             x = same(again[p], HIDE)
         x_norm = (x.to(tl.float32) - mean - rest) * inv_std
-        x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, c, N, MASKED and p == PIECES - 1)
-        store(out_row, c, x_norm, N, MASKED and p == PIECES - 1)
+        x_norm = scale_and_shift(
+            x_norm, gamma_ptr, beta_ptr, c, N, MASKED and p == PIECES - 1, "evict_last"
+        )
+        store(out_row, c, x_norm, N, MASKED and p == PIECES - 1, "evict_first")
 
 
 @gluon.jit
@@ -340,8 +365,9 @@ def layernorm_chunks_kernel(
     for i in range((N - 1) // BLOCK_N, -1, -1):
         c = i * BLOCK_N + cols
         x = load(x_row, c, N, True, "evict_first").to(tl.float32)
-        x_norm = scale_and_shift((x - near - mean) * inv_std, gamma_ptr, beta_ptr, c, N, True)
-        store(out_row, c, x_norm, N, True)
+        x_norm = (x - near - mean) * inv_std
+        x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, c, N, True, "evict_last")
+        store(out_row, c, x_norm, N, True, "evict_first")
 
 
 INTERPRET = not isinstance(layernorm_rows_kernel, triton.JITFunction)
@@ -350,7 +376,7 @@ GPUS = torch.cuda.device_count() > 1  # is there one that is not the current?
 
 # For rows of up to so many columns: the columns of a piece, the warps of a program, the most
 # registers of a thread (None: what the compiler takes), REREAD and HIDE. On an H200 the fastest of
-# what was tried: 1 to 8 pieces, 1 to 32 warps, rows held and rows read again.
+# what was tried: 1 to 40 pieces, 1 to 32 warps, rows held and rows read again.
 # results/layernorm.csv has what some of them reach.
 FLOAT32 = {
     768: (1024, 2, None, True, False),
@@ -378,29 +404,48 @@ HALF = {
     5120: (1024, 4, None, True, False),
     6144: (2048, 4, None, True, False),
     8192: (1024, 8, None, True, False),
-    12288: (4096, 4, None, True, True),
+    10240: (2048, 4, None, True, False),
+    12288: (2048, 8, None, True, False),
     16384: (4096, 8, None, True, False),
     24576: (8192, 8, None, False, True),
     32768: (8192, 8, 128, False, True),
+    45056: (8192, 16, None, False, True),
     65536: (16384, 16, None, False, True),
+}
+# The same for rows of an odd length or stride, which are read a value at a time.
+FLOAT32_ODD = {
+    1280: (128, 4, None, False, False),
+    2560: (256, 8, None, False, False),
+    8192: (512, 16, None, False, False),
+    16384: (1024, 32, None, False, False),
+}
+HALF_ODD = {
+    1792: (64, 1, None, False, False),
+    3072: (128, 4, None, False, False),
+    10240: (256, 8, None, False, False),
+    16384: (512, 16, None, False, False),
 }
 
 
-def choose(N, align, dtype, capability):
-    """What to launch for rows of N that begin at multiples of align: (kernel, rows a program takes,
-    its constants, its options).
+def choose(M, N, align, dtype, capability):
+    """What to launch for M rows of N that begin at multiples of align: (kernel, rows a program
+    takes, its constants, its options).
     """
     half = dtype != torch.float32
     nvidia = capability > (0, 0)
     # The sum of so many values is exact, if they are equal, while it fits a float32's significand.
     correct = BITS[dtype] + (N - 1).bit_length() > BITS[torch.float32]
-    if N <= 512:
-        BLOCK_N = triton.next_power_of_2(N)
-        rows = max(1024 // BLOCK_N, 4) if half else max(512 // BLOCK_N, 2)
+    if N <= 512 and TUPLES:
+        length = triton.next_power_of_2(N)
+        # Three quarters of a block, where a row fits them: less is padding.
+        BLOCK_N = length // 4 if 32 < N <= length * 3 // 4 else length
+        rows = max(1024 // length, 4) if half else max(512 // length, 2)
+        rows = min(rows, 2 ** (M.bit_length() - 1))  # a power of two, at most M
         constants = {
             "ROWS": rows,
+            "PIECES": triton.cdiv(N, BLOCK_N),
             "BLOCK_N": BLOCK_N,
-            "MASKED": N < BLOCK_N,
+            "MASKED": N % BLOCK_N > 0,
             "CORRECT": correct,
             "ALIGN": align,
         }
@@ -410,13 +455,15 @@ def choose(N, align, dtype, capability):
         # Up to 225 KiB of shared memory, which other GPUs have not.
         constants = {"SLOTS": N // 8192 - 1, "BLOCK_N": 8192, "ALIGN": align}
         return layernorm_ring_kernel, 1, constants, {"num_warps": 32}
-    plans = HALF if half else FLOAT32
+    even, odd = (HALF, HALF_ODD) if half else (FLOAT32, FLOAT32_ODD)
+    plans = odd if align == 1 else even
     length = next((length for length in plans if N <= length), None)
-    # A value at a time, as rows of an odd length are read, takes too many registers for a long one.
-    if length is None or not TUPLES or (align == 1 and N > 2**14):
+    if length is None or not TUPLES:
         kernel = layernorm_chunks_kernel
-        BLOCK_N, warps, registers = (2048, 16, None) if align == 1 else (8192, 16, 64)
-        constants = {"BLOCK_N": BLOCK_N, "ALIGN": align}
+        BLOCK_N, warps, registers = 8192, 16, 64
+        if align == 1:
+            BLOCK_N, warps, registers = 1024 if half else 2048, 8, None
+        constants = {"BLOCK_N": min(BLOCK_N, triton.next_power_of_2(N)), "ALIGN": align}
     else:
         kernel = layernorm_pieces_kernel
         BLOCK_N, warps, registers, reread, hide = plans[length]
@@ -426,7 +473,7 @@ def choose(N, align, dtype, capability):
             "MASKED": N % BLOCK_N > 0,
             "CORRECT": correct,
             "HIDE": hide and nvidia,
-            "REREAD": reread and align > 1,
+            "REREAD": reread,
             "ALIGN": align,
         }
     options = {"num_warps": warps if nvidia else min(warps, 16)}  # AMD's have 64 threads
@@ -556,7 +603,7 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     gamma, beta = (None if t is None else t.resolve_neg().contiguous() for t in (weight, bias))
     capability, multiprocessors = gpu(x.device)
     align = 1 if rows.data_ptr() % 16 else math.gcd(N, stride_m, 16)
-    kernel, rows_a_program, constants, options = choose(N, align, x.dtype, capability)
+    kernel, rows_a_program, constants, options = choose(M, N, align, x.dtype, capability)
     programs = triton.cdiv(M, rows_a_program)
     if kernel is layernorm_ring_kernel:
         programs = min(M, multiprocessors)

@@ -46,9 +46,9 @@ def linear_gelu_arguments(target):
 
 def layernorm_arguments(target):
     """Rows of each kernel, masked and not, and those that fill the registers."""
-    for N in (64, 300, 768, 1000, 5120, 16384, 32760, 32768, 50257, 65536, 2**17):
+    for N in (64, 300, 768, 1000, 5120, 10001, 16384, 32760, 32768, 50257, 65536, 2**17):
         for dtype in (torch.float32, torch.bfloat16):
-            yield torch.empty(3, N, dtype=dtype), torch.empty(N), torch.empty(N)
+            yield torch.empty(32, N, dtype=dtype), torch.empty(N), torch.empty(N)
 
 
 ARGUMENTS = {"fast_linear_gelu": linear_gelu_arguments, "fast_layernorm": layernorm_arguments}
