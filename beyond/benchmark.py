@@ -46,8 +46,8 @@ from triton.testing import do_bench
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "beyond/results"
 ELEMENTS = 2**28  # of x in a LayerNorm case: half a GiB or one, more than any L2 cache
-LENGTHS = (64, 100, 128, 256, 384, 512, 768, 1000, 1024, 2048, 3000, 4096, 5120, 8192, 16384, 32768)
-LENGTHS += (50257, 65536, 131072)
+LENGTHS = (64, 100, 128, 256, 384, 512, 768, 1000, 1001, 1024, 2048, 3000, 4096, 5120, 8192, 16384)
+LENGTHS += (32768, 50257, 65536, 131072)
 SHAPES = ((4096, 768, 3072), (8192, 1024, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 SMALL = (16, 768, 3072)
 CALLS = 500  # in a row, for the host's time

@@ -79,6 +79,15 @@ def test_a_row_in_chunks(N, monkeypatch):
     assert_right(random(3, N) + 100, random(N, seed=1))
 
 
+@pytest.mark.parametrize("N", [1, 33, 700])
+def test_rows_for_an_older_triton(N, monkeypatch):
+    monkeypatch.setattr(fast, "TUPLES", False)
+    kernel, _, constants, _ = fast.choose(5, N, 1, torch.float32, (9, 0))
+    assert kernel is fast.layernorm_chunks_kernel and constants["BLOCK_N"] < 2 * N
+    monkeypatch.setattr(fast, "_launches", {})
+    assert_right(random(5, N), random(N, seed=1))
+
+
 def layouts(M, N):
     """x of two or more dimensions, its rows contiguous or not, by the layout's name."""
     wide, tall = random(M, N + 8, seed=3), random(2 * M, N, seed=4)
