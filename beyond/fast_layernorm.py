@@ -412,7 +412,8 @@ HALF = {
     45056: (8192, 16, None, False, True),
     65536: (16384, 16, None, False, True),
 }
-# The same for rows of an odd length or stride, which are read a value at a time.
+# The same for rows of an odd length or stride, or at no multiple of 16 bytes, which are read a value
+# at a time.
 FLOAT32_ODD = {
     1280: (128, 4, None, False, False),
     2560: (256, 8, None, False, False),
