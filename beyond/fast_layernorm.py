@@ -6,7 +6,8 @@
 Four kernels, each one idea further than the chapter's layernorm_forward_kernel. What each gains is
 measured by benchmark.py, and told in README.md:
 
-layernorm_rows_kernel takes several rows a program, where one is too short to keep it busy.
+layernorm_rows_kernel takes several rows a program, where one is too short to keep it busy; some of
+them in pieces, as the next does.
 layernorm_pieces_kernel takes a row in pieces, and so needs no power of two as long as the row. It
 reads most rows again for the output, from the cache (REREAD); of a long one in half precision it
 keeps the 16-bit values, and not twice as many registers of float32 (HIDE).
@@ -39,11 +40,11 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
-except ModuleNotFoundError:  # an older triton: the steps without shared memory of their own
+except ModuleNotFoundError:  # an older triton, where layernorm_ring_kernel is not launched
     gluon, gl, async_copy = triton, tl, None
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-TUPLES = VERSION >= (3, 4)  # in kernels, as those that take a row in pieces have them
+TUPLES = VERSION >= (3, 4)  # before, there were none in kernels: chunks take all rows, and longer
 TRITON_3_6 = VERSION >= (3, 6)  # before, gluon was another, and compiled.run took other arguments
 TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a significand
@@ -149,7 +150,7 @@ def layernorm_rows_kernel(
     cols = tl.arange(0, BLOCK_N)
     x = ()
     for p in tl.static_range(PIECES):
-        c = p * BLOCK_N + cols
+        c = (p * BLOCK_N + cols)[None, :]
         x_rows = x_ptr + first * stride_m + rows * stride_m
         x = x + (load(x_rows, c, N, MASKED and p == PIECES - 1, "").to(tl.float32),)
     sums = x[0]
@@ -173,7 +174,7 @@ def layernorm_rows_kernel(
         x_norm = (x[p] - mean - rest[:, None]) * inv_std[:, None]
         x_norm = scale_and_shift(x_norm, gamma_ptr, beta_ptr, c, N, MASKED and p == PIECES - 1, "")
         out_rows = out_ptr + first * N + rows * N
-        store(out_rows, c, x_norm, N, MASKED and p == PIECES - 1, "")
+        store(out_rows, c[None, :], x_norm, N, MASKED and p == PIECES - 1, "")
 
 
 @triton.jit
@@ -412,8 +413,8 @@ HALF = {
     45056: (8192, 16, None, False, True),
     65536: (16384, 16, None, False, True),
 }
-# The same for rows of an odd length or stride, or at no multiple of 16 bytes, which are read a value
-# at a time.
+# The same for rows of an odd length or stride, or at an address that is no multiple of 16: they are
+# read a value at a time.
 FLOAT32_ODD = {
     1280: (128, 4, None, False, False),
     2560: (256, 8, None, False, False),

@@ -23,8 +23,9 @@ LIMIT = {
     torch.float16: 4e-4,
     torch.bfloat16: 6e-3 if INTERPRET else 3e-3,
 }
-# All the ways that choose() decides, on either side of each of its limits.
-LENGTHS = [1, 2, 31, 64, 65, 96, 97, 100, 256, 257, 300, 512, 513, 520, 768, 1000, 1001, 1025, 3000]
+# All the ways that choose() decides.
+LENGTHS = [1, 2, 31, 64, 65, 96, 97, 100, 256, 257, 300, 385, 512, 513, 520, 768, 1000, 1001, 1025]
+LENGTHS += [3000]
 LONG = [1024, 1280, 1600, 2048, 2560, 3584, 4096, 5120, 6144, 7168, 8192, 9000, 10242, 12288]
 LONG += [1281, 1793, 2561, 3073, 8193, 10241, 16383, 16384, 16385, 20480, 24576, 32768, 32769]
 LONG += [40960, 50256, 65535, 65536, 65537, 2**17 - 1, 2**17 + 8, 2**20]
@@ -211,7 +212,7 @@ def test_rows_whose_variance_is_denormal(N, dtype):
     assert error(fast_layernorm(x, eps=0.0), exact(x, eps=0.0)) < 4e-3  # it has few bits
 
 
-@pytest.mark.parametrize("N", [64, 768, 1100, 65536])
+@pytest.mark.parametrize("N", [64, 90, 768, 1100, 65536])
 def test_nan_and_infinity_stay_in_their_rows(N):
     skip_where_slow(N)
     x = random(9, N)
@@ -229,12 +230,15 @@ def test_nan_and_infinity_stay_in_their_rows(N):
 def test_it_reads_its_inputs_and_writes_its_output_and_nothing_else(name, N, chunks, monkeypatch):
     if chunks:
         monkeypatch.setattr(fast, "choose", in_chunks)
-    # The second program of the rows takes up rows of the first.
+    # The last program of several rows takes up some of the one before.
     x, weight, bias = layouts(21 if N < 600 else 2, N)[name], random(N, seed=1), random(N, seed=2)
     with watched.record() as launches:
         y = fast_layernorm(x, weight, bias)
     (launch,) = launches
     assert np.array_equal(np.unique(launch.written()), np.sort(watched.addresses(y).ravel()))
+    M = len(y)
+    rows = fast.choose(M, N, 1, x.dtype, (0, 0))[1]
+    assert launch.written().size == triton.cdiv(M, rows) * rows * N
     inputs = [watched.addresses(t).ravel() for t in (x, weight, bias)]
     assert np.array_equal(np.unique(launch.read()), np.unique(np.concatenate(inputs)))
 
