@@ -129,26 +129,32 @@ def label_each(axis, values):
 
 def eps(fig):
     """Where eps goes: both LayerNorm kernels' largest errors over the variance of the row."""
-    module, typical, near_constant = layernorm.module_and_rows()
+    typical = draw(4, 8, seed=1)
+    steps = torch.tensor([1.0, -1.0, 2.0, 0.0, -2.0, 1.0, 0.0, -1.0])
+    near_constant = 5.0 + 1e-6 * steps[None, :]
+    eps = torch.nn.LayerNorm(8).eps
     kernels = {
         "correct": layernorm.layernorm_forward_kernel,
         "wrong": layernorm.layernorm_forward_kernel_wrong_eps,
     }
 
     def variance_and_errors(x):
-        oracle = layer_norm(x.double(), x.shape[1:], eps=module.eps)
-        outs = {name: layernorm.layernorm(x, module, kernel) for name, kernel in kernels.items()}
-        errors = {name: (out - oracle).abs().amax(dim=-1).numpy() for name, out in outs.items()}
-        return {"var": x.double().var(dim=-1, unbiased=False).numpy(), **errors}
+        x = x.to(DEVICE)
+        gamma, beta = torch.ones(8, device=DEVICE), torch.zeros(8, device=DEVICE)
+        result = {"var": x.double().var(dim=-1, unbiased=False).cpu().numpy()}
+        oracle = layer_norm(x.double(), x.shape[1:], eps=eps)
+        for name, kernel in kernels.items():
+            out = layernorm.triton_layernorm(x, gamma, beta, eps, kernel)
+            result[name] = (out - oracle).abs().amax(dim=-1).cpu().numpy()
+        return result
 
     # The near-constant row's own steps, but about 0, where float32 holds them at every scale.
-    steps = torch.tensor([1.0, -1.0, 2.0, 0.0, -2.0, 1.0, 0.0, -1.0])
     std = steps.std(unbiased=False)
     scan = variance_and_errors(torch.logspace(-7, 1, 33)[:, None] * steps / std)
 
     def formula(var):  # wrong = correct * ratio, so the error is the largest correct * |ratio - 1|
-        correct = steps.max().item() / std.item() * np.sqrt(var / (var + module.eps))
-        ratio = np.sqrt(var + module.eps) / (np.sqrt(var) + module.eps)
+        correct = steps.max().item() / std.item() * np.sqrt(var / (var + eps))
+        ratio = np.sqrt(var + eps) / (np.sqrt(var) + eps)
         return correct * np.abs(ratio - 1)
 
     frame(fig, 4.2, "eps outside the square root: typical rows hide it, near-constant ones do not")
@@ -174,8 +180,8 @@ def eps(fig):
         ax.annotate(f"{at[1]:.2g}", at, (6, above), textcoords="offset points")
     ax.axhline(1e-4, color="black", ls=":", lw=1.2)
     ax.text(1.5e-14, 1.6e-4, "atol = 1e-4: the check fails above, passes below", fontsize=8.5)
-    ax.axvline(module.eps, color="black", ls="-.", lw=0.8)
-    ax.text(module.eps * 1.4, 3, "var = eps", fontsize=8.5)
+    ax.axvline(eps, color="black", ls="-.", lw=0.8)
+    ax.text(eps * 1.4, 3, "var = eps", fontsize=8.5)
     ax.text(0.08, 1.2e-6, "at var = 1/4 they agree", ha="right", fontsize=8.5)
     powers_of_ten(ax.xaxis, 2)
     powers_of_ten(ax.yaxis, 2)
@@ -185,15 +191,18 @@ def eps(fig):
 
 def bias(fig):
     """The bias axis: right and buggy output and their difference, for two tails of the bias."""
-    layer, x, _ = linear_gelu.linear_and_input()
-    right = linear_gelu.run_layer(layer, x, linear_gelu.fused_linear_gelu_kernel).numpy()
-    M, N = right.shape
+    torch.manual_seed(0)
+    M, K, N = 20, 12, 16
+    layer, x = torch.nn.Linear(K, N).requires_grad_(False).to(DEVICE), torch.randn(M, K).to(DEVICE)
+    right = linear_gelu.fused_linear_gelu(x, layer.weight, layer.bias).cpu().numpy()
 
     def run_buggy(tail):  # the bias is a view of a buffer of ours, with tail where it ends
-        buffer = torch.cat([layer.bias, torch.full((M - N,), tail)]).to(DEVICE)
-        kernel = linear_gelu.fused_linear_gelu_kernel_buggy_bias_axis
-        x_and_weight = x.to(DEVICE), layer.weight.to(DEVICE)
-        out = linear_gelu.fused_linear_gelu(*x_and_weight, buffer[:N], kernel=kernel)
+        buffer = torch.cat([layer.bias, torch.full((M - N,), tail, device=DEVICE)])
+        out, w_t = torch.empty(M, N, device=DEVICE), layer.weight.t()
+        strides = *x.stride(), *w_t.stride(), *out.stride()
+        linear_gelu.fused_linear_gelu_kernel_buggy_bias_axis[2, 1](
+            x, w_t, buffer[:N], out, M, N, K, *strides, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16
+        )
         return out.cpu().numpy()
 
     tails = np.array([0.0, 3.0])

@@ -1,5 +1,5 @@
 import watched
-from scripts import INTERPRET
+from helpers import INTERPRET
 
 if INTERPRET:
     watched.watch()

@@ -39,13 +39,9 @@ TARGETS = {
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SHARED_LIMIT = 64 * 1024  # bytes: every one of them has as much
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-# Beside what the sections launch: no bias, and the longest row that the registers hold.
-LONG = torch.empty(2, 32768)
-ALSO = {
-    "fused_linear_gelu": (torch.empty(20, 12), torch.empty(16, 12), None),
-    "row_mean_var": (LONG,),
-    "triton_layernorm": (LONG, None, None),
-}
+# Beside what the sections launch: the longest rows that the registers hold.
+LONG = torch.empty(2, 16384)
+ALSO = {"row_mean_var": (torch.empty(2, 32768),), "triton_layernorm": (LONG, LONG[0], LONG[0])}
 
 
 def recorder(launches):
@@ -77,9 +73,10 @@ def launches_of(path, backend):
         exec(compile(path.read_text(), path, "exec"), names)
         names["DEVICE"] = "cpu"
         with contextlib.redirect_stdout(io.StringIO()):
-            for name in list(names):
-                if re.fullmatch(r"section_\w+|worked_examples", name):
-                    names[name]()
+            for name in sorted(n for n in names if n.startswith("section_")):
+                results = names[name]()
+                if "worked_examples" in names:
+                    names["worked_examples"](*results)
             for name in ALSO.keys() & names.keys():
                 names[name](*ALSO[name])
     finally:

@@ -1,14 +1,14 @@
-"""Makes small faults in the scripts, one at a time, and tries which of the tests notices.
+"""Makes small faults in the scripts, one at a time, and finds a test that notices each of them.
 
     python tests/mutants.py DIRECTORY < mutants
 
 Each mutant gets a copy of the checkout in DIRECTORY and a process, forked from this one, in which
-the tests run until one fails. Nothing of the checkout is imported here, so that each process loads
-its own copy; what they all need is imported once.
+tests run until one fails. Nothing of the checkout is imported here, so that each process loads its
+own copy; what they all need is imported once. Prints each mutant's index and what caught it, as
+JSON. Libraries for mutation start Python anew for each mutant, which would take hours here.
 """
 
 import ast
-import collections
 import dataclasses
 import gc
 import itertools
@@ -25,54 +25,47 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 20  # seconds of computing for a mutant; then it hangs
-# What looks at a script's own output, before all other tests.
-OUTPUT = (
-    "tests/test_memory_safety.py::test_a_scripts_own_run_prints_its_expected_output",
-    "tests/test_worked_examples.py::test_figures_are_the_books_up_to_rounding",
-)
-TESTS = [
-    "tests/test_wrappers.py",
-    "tests/test_chapter_claims.py",
-    "tests/test_memory_safety.py",
-    OUTPUT[1],
-]
+FILES = ("test_sections.py", "test_wrappers.py", "test_claims.py", "test_memory_safety.py")
+TESTS = [f"tests/chapter/{file}" for file in FILES]
+# Without plugins that take longer than most mutants do.
+UNUSED = ("cacheprovider", "hypothesispytest", "unraisableexception", "xdist")
+OPTIONS = ["-q", "--tb=line", "--rootdir=.", *[f"-pno:{plugin}" for plugin in UNUSED]]
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 # Each operator's neighbour.
 SWAPPED = {
     **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="},
-    **{"is": "is not", "is not": "is", "and": "or", "or": "and", "&": "|", "|": "&"},
-    **{"+": "-", "-": "+", "*": "/", "/": "*", "//": "/", "%": "//", "**": "*"},
+    **{"is": "is not", "is not": "is", "in": "not in", "and": "or", "or": "and"},
+    **{"+": "-", "-": "+", "*": "/", "/": "*", "//": "/", "&": "|", "|": "&", "**": "*"},
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
     script: str  # chapter20/01_fused_linear_gelu.py
-    function: str  # in which the change is; "" outside of functions
+    function: str  # the function that has the fault
     line: int
-    old: str  # the lines that change, in one, and what they change to
-    new: str
-    source: str  # the whole script with the change
+    code: str  # the lines around the fault, in one
+    change: str  # old -> new
+    source: str  # the whole script with the fault
 
     def __str__(self):
-        return f"{self.script}:{self.line}: {self.old} -> {self.new or 'nothing'}"
+        return f"{self.script}:{self.line} {self.function}: {self.code}: {self.change}"
 
 
 class Source:
-    """A script's text, its functions, and where in the text a node of them stands."""
+    """A script's text and functions, and where in the text a node of them stands."""
 
     def __init__(self, path):
         self.name = path.relative_to(ROOT).as_posix()
         self.text = path.read_text()
-        self.tree = ast.parse(self.text)
-        self.functions = [n for n in self.tree.body if isinstance(n, ast.FunctionDef)]
+        tree = ast.parse(self.text)
+        self.functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+        self.kernels = [
+            f for f in self.functions if "triton.jit" in map(ast.unparse, f.decorator_list)
+        ]
         lines = self.text.splitlines(keepends=True)
         self.starts = [0, *itertools.accumulate(map(len, lines))]
-
-    def kernels(self):
-        return [f for f in self.functions if "triton.jit" in map(ast.unparse, f.decorator_list)]
 
     def start(self, node):
         return self.starts[node.lineno - 1] + node.col_offset
@@ -83,107 +76,108 @@ class Source:
     def segment(self, node):
         return self.text[self.start(node) : self.end(node)]
 
-    def mutant(self, start, end, new):
-        line = self.text.count("\n", 0, start) + 1
-        function = [f.name for f in self.functions if f.lineno <= line <= f.end_lineno]
-        first, last = self.text.rfind("\n", 0, start) + 1, self.text.find("\n", end)
-        old_lines = self.text[first:last]
-        new_lines = self.text[first:start] + new + self.text[end:last]
-        return Mutant(
-            self.name,
-            *(function or [""]),
-            line,
-            " ".join(old_lines.split()),
-            " ".join(new_lines.split()),
-            self.text[:start] + new + self.text[end:],
-        )
+    def mutants(self, function):
+        """Every mechanical change of a function."""
+        made = {}
+        for start, end, new in self.edits(function):
+            first, last = self.text.rfind("\n", 0, start) + 1, self.text.find("\n", end)
+            source = self.text[:start] + new + self.text[end:]
+            made[source] = Mutant(
+                self.name,
+                function.name,
+                self.text.count("\n", 0, start) + 1,
+                " ".join(self.text[first:last].split()),
+                " ".join(f"{self.text[start:end]} -> {new or 'nothing'}".split()),
+                source,
+            )
+        return list(made.values())
 
+    def edits(self, function):
+        """Changes of a function as (start, end, new text)."""
+        neighbours = self.neighbours(function)
+        docstring = ast.get_docstring(function) is not None
+        for node in nodes(function.args.defaults + function.body[docstring:]):
+            here = (self.start(node), self.end(node)) if hasattr(node, "lineno") else None
+            match node:
+                case ast.Compare(left=left, comparators=[right, *_]):
+                    yield from self.swap(left, right)
+                case ast.BinOp(left=left, right=right) | ast.AugAssign(target=left, value=right):
+                    yield from self.swap(left, right)
+                case ast.BoolOp(values=values):
+                    for left, right in itertools.pairwise(values):
+                        yield from self.swap(left, right)
+                case ast.UnaryOp(op=ast.Not(), operand=operand):
+                    yield *here, self.segment(operand)
+                case ast.Constant(value=int() as n) if not isinstance(n, bool):
+                    yield *here, str(n + 1)
+                    if n > 0:
+                        yield *here, str(n - 1)
+                case ast.Constant(value=float() as x):
+                    yield *here, str(x + 1)
+                    if x != 0:
+                        yield *here, str(x * 1.001)
+                case ast.Name(id=name, ctx=ast.Load()) if name in neighbours:
+                    yield *here, neighbours[name]
+                case ast.Subscript(slice=ast.Tuple(elts=[left, right]) as index):
+                    swapped = f"{self.segment(right)}, {self.segment(left)}"
+                    yield self.start(index), self.end(index), swapped
+                case ast.Call(func=ast.Attribute(attr="where"), args=[_, value, _]):
+                    yield *here, f"({self.segment(value)})"
+                case ast.Call(func=ast.Attribute(attr="to" | "contiguous" | "abs") as method):
+                    yield self.end(method) - len(f".{method.attr}"), here[1], ""
+                case ast.IfExp(body=body, orelse=orelse):
+                    yield *here, self.segment(body)
+                    yield *here, self.segment(orelse)
+            if isinstance(node, ast.stmt):
+                yield *here, "pass"
+            for keyword in getattr(node, "keywords", []):
+                # Without a mask Triton takes no other.
+                dropped = [k for k in node.keywords if k.arg in ("mask", "other")]
+                dropped = dropped if keyword.arg == "mask" else [keyword]
+                start, end = self.start(dropped[0]), self.end(dropped[-1])
+                yield start, end + re.match(r",?", self.text[end:]).end(), ""
 
-def next_of_its_kind(kernel):
-    """For each name in a kernel the next of the same kind, with which it could be confused."""
-    arguments = {a.arg: a.annotation is not None for a in kernel.args.args}
-    pointers = [a for a in arguments if a.endswith("_ptr")]
-    constants = [a for a, constant in arguments.items() if constant]
-    numbers = [a for a in arguments if a not in pointers + constants]
-    ranges, programs = [], []
-    for node in ast.walk(kernel):
-        if isinstance(node, ast.Assign):
-            value = ast.unparse(node.value)
-            if "tl.arange(" in value:
-                ranges.append(node.targets[0].id)
-            elif "tl.program_id(" in value:
-                programs.append(node.targets[0].id)
-    kinds = [pointers, constants, numbers, ranges, programs]
-    pairs = [pair for kind in kinds for pair in zip(kind, kind[1:] + kind[:1], strict=True)]
-    return {name: other for name, other in pairs if name != other}
-
-
-def edits(source, kernel):
-    """Every mechanical change of a kernel, as (start, end, new text)."""
-    following = next_of_its_kind(kernel)
-
-    def swap(left, right):
-        between = source.text[source.end(left) : source.start(right)]
+    def swap(self, left, right):
+        between = self.text[self.end(left) : self.start(right)]
         operator = between.strip("() \n")
         assigns = operator.endswith("=") and operator[:-1] in SWAPPED and operator not in SWAPPED
         swapped = SWAPPED[operator[:-1]] + "=" if assigns else SWAPPED[operator]
-        at = source.end(left) + between.index(operator)
+        at = self.end(left) + between.index(operator)
         yield at, at + len(operator), swapped
-        if assigns:
-            yield at, at + len(operator), "="
 
-    def drop(*keywords):
-        start, end = source.start(keywords[0]), source.end(keywords[-1])
-        end += re.match(r",?", source.text[end:]).end()
-        yield start, end, "\n" * source.text.count("\n", start, end)
-
-    for node in (n for statement in kernel.body for n in ast.walk(statement)):
-        here = (source.start(node), source.end(node)) if hasattr(node, "lineno") else None
-        match node:
-            case ast.Compare(left=left, comparators=[right, *_]):
-                yield from swap(left, right)
-            case ast.BinOp(left=left, right=right) | ast.AugAssign(target=left, value=right):
-                yield from swap(left, right)
-            case ast.BoolOp(values=[left, right, *_]):
-                yield from swap(left, right)
-            case ast.Constant(value=int() as n) if not isinstance(n, bool):
-                yield *here, str(n + 1)
-                if n > 0:
-                    yield *here, str(n - 1)
-            case ast.Constant(value=float() as x):
-                yield *here, str(x + 1)
-                if x != 0:
-                    yield *here, str(x * 1.001)
-            case ast.Name(id=name, ctx=ast.Load()) if name in following:
-                yield *here, following[name]
-            case ast.Subscript(slice=ast.Tuple(elts=[left, right]) as index):
-                swapped = f"{source.segment(right)}, {source.segment(left)}"
-                yield source.start(index), source.end(index), swapped
-            case ast.Call(func=ast.Attribute(attr="where"), args=[_, value, _]):
-                yield *here, f"({source.segment(value)})"
-            case ast.Call(func=ast.Attribute(attr="to") as cast):
-                yield source.end(cast) - len(".to"), here[1], ""
-        for keyword in getattr(node, "keywords", []):
-            if keyword.arg == "mask":  # without a mask Triton takes no other
-                yield from drop(*[k for k in node.keywords if k.arg in ("mask", "other")])
-            elif keyword.arg in ("other", "input_precision"):
-                yield from drop(keyword)
+    def neighbours(self, function):
+        """For each name in a function the next of its kind, with which it could be confused."""
+        names = [a.arg for a in function.args.args]
+        kinds = {"pointer": [], "constant": [], "number": [], "local": [], "kernel": []}
+        for argument in function.args.args:
+            pointer = argument.arg.endswith("_ptr")
+            constant = argument.annotation is not None
+            kinds["pointer" if pointer else "constant" if constant else "number"].append(
+                argument.arg
+            )
+        for node in nodes(function.body):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                if node.id not in names:
+                    names.append(node.id)
+                    kinds["local"].append(node.id)
+        if function not in self.kernels:  # M is an argument of one and a local of another
+            kinds["local"] = kinds["number"] + kinds["local"]
+            kinds["number"] = []
+        kinds["kernel"] = [k.name for k in self.kernels if "probe" not in k.name]
+        pairs = [zip(kind, kind[1:] + kind[:1], strict=True) for kind in kinds.values()]
+        return {name: other for pair in pairs for name, other in pair if name != other}
 
 
-def mechanical(source):
-    """Every mechanical change of a script's kernels."""
-    made = [source.mutant(*e) for kernel in source.kernels() for e in edits(source, kernel)]
-    return list({mutant.source: mutant for mutant in made}.values())
-
-
-def chosen(source, old, new):
-    """One change of text, at each place where it can be made."""
-    places = re.finditer(re.escape(old), source.text)
-    return [source.mutant(place.start(), place.end(), new) for place in places]
+def nodes(roots):
+    """The nodes below roots; not the parts of f-strings, which Python before 3.12 misplaces."""
+    for root in roots:
+        yield root
+        if not isinstance(root, ast.JoinedStr):
+            yield from nodes(ast.iter_child_nodes(root))
 
 
 class Baseline:
-    """pytest's plugin where there is no mutant: how long each test takes, and what it launches."""
+    """pytest's plugin where there is no mutant: each test's CPU seconds, and what it launches."""
 
     def __init__(self, part, parts):
         self.part, self.parts = part, parts
@@ -196,11 +190,11 @@ class Baseline:
     def pytest_runtest_call(self, item):
         import watched
 
-        start = time.monotonic()
+        start = time.process_time()
         with watched.record() as launches:
             yield
-        seconds = time.monotonic() - start
-        self.tests[item.nodeid] = seconds, sorted({launch.name for launch in launches})
+        launched = sorted({launch.name for launch in launches})
+        self.tests[item.nodeid] = time.process_time() - start, launched
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -214,45 +208,24 @@ class FirstFailure:
     """pytest's plugin for a mutant: runs the tests that can see it until one fails."""
 
     def __init__(self, mutant, tests):
-        self.mutant, self.tests = mutant, tests
-        self.caught = None
+        self.mutant, self.tests, self.caught = mutant, tests, None
 
     def pytest_collection_modifyitems(self, items):
-        # [01], [04-arguments0-...] or [chapter20/02_row_mean_var.py]: of that script alone.
-        number = Path(self.mutant.script).name[:2]
-        numbers = {path.name[:2] for path in Path().glob("chapter*/[0-9][0-9]_*.py")}
-        others = re.compile(rf"\[(?:.*/)?({'|'.join(numbers - {number})})[\]_-]")
-        kernels = {kernel for _, launched in self.tests.values() for kernel in launched}
-
-        def sees(item):
-            _, launched = self.tests.get(item.nodeid, (0, []))
-            function = self.mutant.function
-            return not others.search(item.nodeid) and (
-                function not in kernels or function in launched
-            )
-
-        def seconds(item):
-            return -1 if item.nodeid.startswith(OUTPUT) else self.tests.get(item.nodeid, (0, ()))[0]
-
-        # The quickest first; but the more of a test's examples have passed, the less one more says.
-        quickest = sorted(filter(sees, items), key=seconds)
-        examples = collections.Counter()
-        cost = {}
-        for item in quickest:
-            examples[item.originalname] += 1
-            cost[item] = seconds(item) * examples[item.originalname]
-        items[:] = sorted(quickest, key=cost.get)
+        tests, function = self.tests, self.mutant.function
+        items[:] = [item for item in items if item.nodeid in tests]  # the others were skipped
+        if any(function in launched for _, launched in tests.values()):
+            items[:] = [item for item in items if function in tests[item.nodeid][1]]
+        items.sort(key=lambda item: tests[item.nodeid][0])  # the quickest first
+        seconds = sum(tests[item.nodeid][0] for item in items)
+        signal.setitimer(signal.ITIMER_PROF, 20 + 5 * seconds)  # only what hangs takes as long
 
     def pytest_collectreport(self, report):
         if report.failed:  # the script cannot even be imported
-            self.caught = "output", report.nodeid
+            self.caught = report.nodeid
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            # Nothing is watched where the script runs by itself: its output would not show it.
-            strayed = "elements that are not its own" in report.longreprtext
-            shown = report.nodeid.startswith(OUTPUT) and not strayed
-            self.caught = "output" if shown else "tests", report.nodeid
+            self.caught = report.nodeid
 
     def result(self):
         return self.caught
@@ -266,14 +239,11 @@ def in_a_process(directory, plugin, *options):
     pid = os.fork()
     if pid == 0:
         try:
-            signal.setitimer(signal.ITIMER_PROF, LIMIT)
-            signal.alarm(10 * LIMIT)  # for one that waits and does not compute
             os.chdir(directory)
             with open("log", "w") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir=.", *options]
-            status = pytest.main([*options, *TESTS], plugins=[plugin])
+            status = pytest.main([*OPTIONS, *options, *TESTS], plugins=[plugin])
             if plugin.result() is not None or status == pytest.ExitCode.OK:
                 Path("result").write_text(json.dumps(plugin.result()))
         except BaseException:
@@ -292,7 +262,7 @@ def result(directory):
 
 
 def baseline(directory, parts):
-    """Each test's duration and launches, on the scripts as they are; none may fail.
+    """Each test's seconds and launches on the scripts as they are; none may fail.
 
     Leaves the compiled tests in the checkout, for each mutant's copy of it.
     """
@@ -301,7 +271,7 @@ def baseline(directory, parts):
     for pid in [in_a_process(copy, Baseline(i, parts)) for i, copy in enumerate(copies)]:
         os.waitpid(pid, 0)
     sys.dont_write_bytecode = True
-    shutil.copytree(f"{copies[0]}/tests/__pycache__", directory / "tests/__pycache__")
+    shutil.copytree(f"{copies[0]}/tests", directory / "tests", dirs_exist_ok=True)
     results = [result(Path(copy)) for copy in copies]
     if failed := [test for r in results for test in r["failed"]]:
         raise RuntimeError(f"fail without a mutant: {failed}")
@@ -312,7 +282,7 @@ def sweep(mutants, directory):
     """Yields each mutant's index and what caught it, as soon as it is known."""
     processes = os.cpu_count()
     checkout = directory / "checkout"
-    for name in ("tests", "expected_outputs", *sorted({m.script.split("/")[0] for m in mutants})):
+    for name in ("tests", "expected_outputs", "chapter20"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", checkout)
     tests = baseline(checkout, processes)
@@ -329,10 +299,8 @@ def sweep(mutants, directory):
         pid, status = os.wait()
         index, copy = running.pop(pid)
         ended_by = os.WTERMSIG(status)  # 0 where it ended by itself
-        if ended_by in (signal.SIGPROF, signal.SIGALRM):
-            yield index, ("hang", f"{LIMIT} s")
-        elif ended_by in CRASHES:
-            yield index, ("output", signal.Signals(ended_by).name)
+        if ended_by == signal.SIGPROF or ended_by in CRASHES:
+            yield index, signal.Signals(ended_by).name
         else:
             yield index, result(copy)
         shutil.rmtree(copy)
@@ -346,8 +314,11 @@ def main():
     import numpy  # noqa: F401
     import torch
     import triton.runtime.interpreter  # noqa: F401
+    from torch.utils._python_dispatch import _disable_current_modes
 
     torch.set_num_threads(1)  # threads do not survive a fork
+    with _disable_current_modes():  # watched.py enters it; the first time it imports for seconds
+        torch.testing.assert_close(torch.ones(1), torch.ones(1))
     # One failure will do, as it is found.
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile(
@@ -356,8 +327,8 @@ def main():
     hypothesis.settings.load_profile("mutants")
     gc.freeze()  # what is imported by now need not be looked through again
     mutants = [Mutant(**json.loads(line)) for line in sys.stdin]
-    for result in sweep(mutants, Path(sys.argv[1])):
-        print(json.dumps(result), flush=True)
+    for found in sweep(mutants, Path(sys.argv[1])):
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Interpreted, watched.py sees each address; on a GPU, guard bands and compute-sanitizer stand in.
 """
 
-import mmap
 import os
 import shutil
 import subprocess
@@ -13,66 +12,58 @@ import numpy as np
 import pytest
 import torch
 import watched
-from scripts import (
+from helpers import (
     DEVICE,
+    EPS,
     INTERPRET,
-    SCRIPTS,
-    complete,
-    expected_file,
+    LAYOUTS,
+    assert_close,
+    buggy,
+    every_script,
+    exact_layernorm,
+    exact_linear_gelu,
+    far_apart,
+    interpreted,
     layernorm,
     linear_gelu,
-    load,
-    name_of,
+    matrix,
+    on_a_gpu,
+    row_mean_var,
+    sparse,
+    vector,
+    wrong_eps,
 )
-from scripts import row_mean_var as mean_var
-from test_wrappers import LAYOUTS, assert_close, exact_layernorm, exact_linear_gelu, matrix, vector
-
-interpreted = pytest.mark.skipif(not INTERPRET, reason="on a GPU no kernel can be watched")
-on_a_gpu = pytest.mark.skipif(INTERPRET, reason="needs a GPU")
 
 GUARD = 4096
 BUGGY_BIAS = linear_gelu.fused_linear_gelu_kernel_buggy_bias_axis
-WRONG_EPS = layernorm.layernorm_forward_kernel_wrong_eps
 
 
 def run_linear_gelu(x, weight, bias):
-    return [linear_gelu.fused_linear_gelu(x, weight, bias)]
-
-
-def run_linear_gelu_with_unequal_tiles(x, weight, bias):
+    tile = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 64}
     return [
-        linear_gelu.fused_linear_gelu(x, weight, bias, BLOCK_M=32, BLOCK_N=16, BLOCK_K=64),
-        complete.fused_linear_gelu(x, weight, bias, BLOCK_M=16, BLOCK_N=64, BLOCK_K=32),
+        linear_gelu.fused_linear_gelu(x, weight, bias),
+        linear_gelu.fused_linear_gelu(x, weight, bias, **tile),
     ]
+
+
+def run_buggy_bias(x, weight, bias):
+    return [linear_gelu.fused_linear_gelu(x, weight, bias, kernel=BUGGY_BIAS)]
 
 
 def run_row_mean_var(x, weight, bias):
-    return [*mean_var.row_mean_var(x), *complete.row_mean_var(x, BLOCK_N=512)]
+    return [*row_mean_var.row_mean_var(x), *row_mean_var.row_mean_var(x, BLOCK_N=512)]
 
 
 def run_layernorm(x, weight, bias):
-    gamma = weight[0]
-    return [
-        run(x, gamma, gamma, 1e-5, kernel)
-        for module, run in (
-            (layernorm, layernorm.triton_layernorm),
-            (complete, complete._run_layernorm),
-        )
-        for kernel in (module.layernorm_forward_kernel, module.layernorm_forward_kernel_wrong_eps)
-    ]
+    return [layernorm.triton_layernorm(x, weight[0], weight[0]), wrong_eps(x, weight[0], weight[0])]
 
 
-every_wrapper = pytest.mark.parametrize(
-    "run",
-    [run_linear_gelu, run_linear_gelu_with_unequal_tiles, run_row_mean_var, run_layernorm],
-    ids=lambda run: run.__name__,
-)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_shape = pytest.mark.parametrize("M, K, N", [(20, 12, 16), (17, 33, 31), (3, 70, 50)])
 
 
 @interpreted
-@every_wrapper
+@pytest.mark.parametrize("run", [run_linear_gelu, run_row_mean_var, run_layernorm])
 @every_layout
 @every_shape
 def test_a_kernel_reads_all_of_its_inputs_and_writes_each_output_once(run, layout, M, K, N):
@@ -87,21 +78,6 @@ def test_a_kernel_reads_all_of_its_inputs_and_writes_each_output_once(run, layou
         inputs = [t for t in launch.values() if not any(t is out for out in outputs)]
         expected = np.unique(np.concatenate([watched.addresses(t).ravel() for t in inputs]))
         assert np.array_equal(np.unique(launch.read()), expected)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
-def test_a_scripts_own_run_prints_its_expected_output(script, monkeypatch, capsys):
-    # As test_scripts.py has it, but in this process, and so watched where it is interpreted.
-    module, expected = load(name_of(script)), expected_file(script).read_text()
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    module.main()
-    assert capsys.readouterr().out == expected
-    if hasattr(module, "worked_examples"):
-        module.worked_examples()
-        expected += capsys.readouterr().out
-        monkeypatch.setattr(sys, "argv", [str(script), "--worked-examples"])
-        module.main()
-        assert capsys.readouterr().out == expected
 
 
 class GuardedTorch:
@@ -124,9 +100,6 @@ class GuardedTorch:
         self.buffers.append(buffer)
         return inside.view(shape)
 
-    def empty_like(self, tensor):
-        return self.empty(tuple(tensor.shape), tensor.device, tensor.dtype)
-
     def check(self):
         assert self.buffers
         for buffer in self.buffers:
@@ -142,12 +115,12 @@ def guarded(values):
     return buffer[GUARD:-GUARD].view(values.shape), buffer
 
 
-@every_wrapper
+@pytest.mark.parametrize("run", [run_linear_gelu, run_buggy_bias, run_row_mean_var, run_layernorm])
 @every_layout
 @every_shape
 def test_guard_bands_are_neither_read_nor_written(run, layout, M, K, N, monkeypatch):
     guard = GuardedTorch()
-    for module in (linear_gelu, mean_var, layernorm, complete):
+    for module in (linear_gelu, row_mean_var, layernorm):
         monkeypatch.setattr(module, "torch", guard)
     plain = matrix(M, K, 0), matrix(N, K, 1), vector(N, 2)
     inputs, buffers = zip(*[guarded(t) for t in plain], strict=True)
@@ -164,91 +137,67 @@ def test_guard_bands_are_neither_read_nor_written(run, layout, M, K, N, monkeypa
 
 
 @pytest.mark.parametrize("M, N", [(20, 16), (33, 1), (17, 16), (16, 16), (5, 40)])
-def test_the_buggy_bias_reads_the_tail_that_it_is_given_and_nothing_else(M, N):
-    x, weight = matrix(M, 12, 0), matrix(N, 12, 1)
-    buffer = torch.full((M + N + GUARD,), float("nan"), device=DEVICE)
-    bias = buffer[:N]
-    bias.copy_(vector(N, 2))
+def test_the_buggy_kernel_reads_the_tail_that_it_is_given_and_nothing_else(M, N):
+    x, weight, bias = matrix(M, 12, 0), matrix(N, 12, 1), vector(N, 2)
     with watched.record() as launches:
-        out = linear_gelu.fused_linear_gelu(x, weight, bias, kernel=BUGGY_BIAS)
+        out = buggy(x, weight, bias, float("nan"))
     # With a tail of NaN exactly the rows that read past the end turn NaN.
     assert out[N:].isnan().all()
     assert not out[:N].isnan().any()
     if INTERPRET:
         (launch,) = launches
-        elements = (np.unique(launch.read(buffer)) - buffer.data_ptr()) // 4
+        bias = launch.tensors["bias_ptr"]
+        elements = (np.unique(launch.read(bias)) - bias.data_ptr()) // 4
         assert elements.tolist() == list(range(M))
 
 
 @interpreted
 @pytest.mark.parametrize("M", [16, 20, 40])
 def test_the_probe_reads_what_the_buggy_kernel_reads(M):
-    buffer = torch.arange(64.0)
+    buffer, out = torch.arange(64.0), torch.empty(M)
     with watched.record() as launches:
-        linear_gelu.probe_bias(buffer[:16], M)
+        linear_gelu.probe_bias_kernel[(1,)](buffer[:16], out, M, BLOCK_M=64)
     (launch,) = launches
     assert (np.sort(launch.read(buffer)) - buffer.data_ptr()).tolist() == list(range(0, 4 * M, 4))
+    assert torch.equal(out, buffer[:M])
 
 
 @interpreted
-def test_a_kernel_that_strays_is_caught(monkeypatch):
+def test_a_kernel_that_strays_is_caught():
     # The watch itself: one row too many, and rows further apart than x's.
     x = matrix(6, 17, 0, "columns of a wider tensor")
-    out = torch.empty(6, 17)
+    out, gamma = torch.empty(6, 17), torch.empty(17)
     with pytest.raises(Exception, match="layernorm_forward_kernel writes .* elements that are not"):
-        layernorm.layernorm_forward_kernel[(7,)](x, None, None, out, 7, 17, 0, 1e-5, BLOCK_N=32)
+        kernel = layernorm.layernorm_forward_kernel
+        kernel[(7,)](x, gamma, gamma, out, 7, 17, 0, EPS, BLOCK_N=32)
     with pytest.raises(Exception, match="row_mean_var_kernel reads .* elements that are not"):
-        mean_var.row_mean_var_kernel[(6,)](x, out, out, 6, 17, x.stride(0) + 17, BLOCK_N=32)
+        kernel = row_mean_var.row_mean_var_kernel
+        kernel[(6,)](x, out, out, 6, 17, x.stride(0) + 17, BLOCK_N=32)
 
 
 # --- Past 2**31 elements ---
 
 
-@pytest.fixture(scope="module")
-def sparse():
-    """3 * 2**30 float32 on the CPU: zeros that take no memory until they are written."""
-    size = 3 * 2**30 * 4
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    return torch.frombuffer(pages, dtype=torch.float32)
-
-
-def far_apart(sparse, axis):
-    """x, weight and bias, of which a 32-bit offset of the third row or column would be negative."""
-    x, weight, bias = matrix(3, 3, 0), matrix(3, 3, 1), vector(3, 2)
-    far = sparse.as_strided((3, 3), (2**30, 1))
-    if axis == "rows of x":
-        x = far.copy_(x)
-    elif axis == "rows of weight":
-        weight = far.copy_(weight)
-    elif axis == "columns of x":
-        x = far.T.copy_(x)
-    elif axis == "both columns":
-        x, weight = far.T.copy_(x), far.T
-    return x, weight, bias
-
-
 @interpreted
 @pytest.mark.parametrize("axis", ["rows of x", "rows of weight", "columns of x", "both columns"])
-def test_linear_gelu_past_2_to_the_31(sparse, axis):
-    x, weight, bias = far_apart(sparse, axis)
-    for run in (linear_gelu.fused_linear_gelu, complete.fused_linear_gelu):
-        assert_close(run(x, weight, bias), exact_linear_gelu(x, weight, bias), 1e-5)
-    buggy = linear_gelu.fused_linear_gelu(x, weight, bias, kernel=BUGGY_BIAS)
+def test_linear_gelu_past_2_to_the_31(axis):
+    x, weight, bias = far_apart(axis)
+    out = linear_gelu.fused_linear_gelu(x, weight, bias)
+    assert_close(out, exact_linear_gelu(x, weight, bias), 1e-5)
     wrong = x.double() @ weight.double().T + bias.double()[:, None]
-    assert_close(buggy, torch.nn.functional.gelu(wrong), 1e-5)
+    assert_close(buggy(x, weight, bias), torch.nn.functional.gelu(wrong), 1e-5)
 
 
 @interpreted
-def test_rows_past_2_to_the_31(sparse):
-    x = sparse.as_strided((3, 5), (2**30, 1)).copy_(matrix(3, 5, 0))
-    for module in (mean_var, complete):
-        mean, var = module.row_mean_var(x)
-        assert_close(mean, x.double().mean(dim=-1))
-        assert_close(var, x.double().var(dim=-1, unbiased=False))
-    for out in run_layernorm(x, matrix(1, 5, 1) * 0 + 1, None):
-        exact = exact_layernorm(x, None, x.new_ones(5), 1e-5)
-        assert_close(out, exact, 1e-3)  # the wrong eps differs by some 1e-5
+def test_rows_past_2_to_the_31():
+    x, gamma, beta = matrix(3, 5, 0), vector(5, 1), vector(5, 2)
+    x = sparse().as_strided((3, 5), (2**30, 1)).copy_(x)
+    mean, var = row_mean_var.row_mean_var(x)
+    assert_close(mean, x.double().mean(dim=-1))
+    assert_close(var, x.double().var(dim=-1, unbiased=False))
+    exact = exact_layernorm(x, gamma, beta, EPS)
+    assert_close(layernorm.triton_layernorm(x, gamma, beta), exact, 1e-5)
+    assert_close(wrong_eps(x, gamma, beta), exact, 1e-3)  # the wrong eps differs by some 1e-5
 
 
 @on_a_gpu
@@ -259,40 +208,29 @@ def test_tensors_of_more_than_2_to_the_31_elements():
     x = torch.empty(M, N, device=DEVICE).normal_()
     last = slice(M - 5, M)  # past 2**31
     assert (M - 5) * N > 2**31
-    for module in (mean_var, complete):
-        mean, var = module.row_mean_var(x)
-        assert_close(mean[last], x[last].double().cpu().mean(dim=-1))
-        assert_close(var[last], x[last].double().cpu().var(dim=-1, unbiased=False), 1e-5)
-        del mean, var
+    mean, var = row_mean_var.row_mean_var(x)
+    assert_close(mean[last], x[last].double().cpu().mean(dim=-1))
+    assert_close(var[last], x[last].double().cpu().var(dim=-1, unbiased=False), 1e-5)
+    del mean, var
     gamma, beta = vector(N, 1), vector(N, 2)
-    for run in (
-        lambda: layernorm.triton_layernorm(x, gamma, beta),
-        lambda: complete._run_layernorm(x, gamma, beta, 1e-5, complete.layernorm_forward_kernel),
+    for run in (layernorm.triton_layernorm, wrong_eps):
+        out = run(x, gamma, beta)
         # Of ordinary rows the wrong eps is wrong by some 1e-5.
-        lambda: layernorm.triton_layernorm(x, gamma, beta, 1e-5, WRONG_EPS),
-        lambda: complete._run_layernorm(
-            x, gamma, beta, 1e-5, complete.layernorm_forward_kernel_wrong_eps
-        ),
-    ):
-        out = run()
-        assert_close(out[last], exact_layernorm(x[last], gamma, beta, 1e-5), 1e-4)
+        assert_close(out[last], exact_layernorm(x[last], gamma, beta, EPS), 1e-4)
         assert not out.isnan().any()
         del out
     weight, bias = matrix(3, N, 3), vector(3, 4)
-    for run in (linear_gelu.fused_linear_gelu, complete.fused_linear_gelu):
-        out = run(x, weight, bias)
-        assert_close(out[last], exact_linear_gelu(x[last], weight, bias), 1e-3)
-        del out
+    out = linear_gelu.fused_linear_gelu(x, weight, bias)
+    assert_close(out[last], exact_linear_gelu(x[last], weight, bias), 1e-3)
+    out = linear_gelu.fused_linear_gelu(x, weight, bias, kernel=BUGGY_BIAS)
+    assert_close(out[last], exact_linear_gelu(x[last], weight, None), 1e-3)
     # An output of more than 2**31 elements, and a weight.
-    out = linear_gelu.fused_linear_gelu(x[:, :3], x[:N, 3:6], None)
+    zeros = torch.zeros(M, device=DEVICE)
+    out = linear_gelu.fused_linear_gelu(x[:, :3], x[:N, 3:6], zeros[:N])
     assert_close(out[last], exact_linear_gelu(x[last, :3], x[:N, 3:6], None), 1e-5)
     del out
-    wide = linear_gelu.fused_linear_gelu(x[:5, :2], x[:, :2], None, BLOCK_N=64)
+    wide = linear_gelu.fused_linear_gelu(x[:5, :2], x[:, :2], zeros, BLOCK_N=64)
     assert_close(wide[:, last], exact_linear_gelu(x[:5, :2], x[last, :2], None), 1e-5)
-    buffer = torch.zeros(M, device=DEVICE)
-    buffer[:3] = bias
-    out = linear_gelu.fused_linear_gelu(x, weight, buffer[:3], kernel=BUGGY_BIAS)
-    assert_close(out[last], exact_linear_gelu(x[last], weight, None), 1e-3)
 
 
 # --- compute-sanitizer ---
@@ -303,7 +241,7 @@ def test_tensors_of_more_than_2_to_the_31_elements():
     shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH"
 )
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck"])
-@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+@every_script
 def test_compute_sanitizer_finds_nothing(script, tool):
     options = [] if script.name.startswith("04") else ["--worked-examples"]
     result = subprocess.run(

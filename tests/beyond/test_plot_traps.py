@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from scripts import INTERPRET, ROOT, load
+from helpers import INTERPRET, ROOT, load
 
 PLOT = ROOT / "beyond/plot_traps.py"
 NAMES = ["eps", "bias", "variance", "traffic", "tf32"]

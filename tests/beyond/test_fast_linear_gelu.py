@@ -10,10 +10,20 @@ import torch
 import triton
 import triton.language as tl
 import watched
-from scripts import DEVICE, INTERPRET, ROOT, load
-from test_memory_safety import far_apart, sparse  # noqa: F401  (a fixture)
-from test_style import masked_loads_without_other
-from test_wrappers import LAYOUTS, matrix, vector
+from helpers import (
+    DEVICE,
+    INTERPRET,
+    LAYOUTS,
+    ROOT,
+    far_apart,
+    interpreted,
+    load,
+    masked_loads_without_other,
+    matrix,
+    on_a_gpu,
+    sparse,
+    vector,
+)
 from torch.nn.functional import gelu, linear
 
 NAME = "beyond/fast_linear_gelu.py"
@@ -22,8 +32,6 @@ fast_linear_gelu = fast.fast_linear_gelu
 TMA = fast.linear_gelu_tma_kernel
 PLAIN = fast.linear_gelu_kernel
 PINGPONG = fast.linear_gelu_pingpong_kernel
-interpreted = pytest.mark.skipif(not INTERPRET, reason="on a GPU no kernel can be watched")
-on_a_gpu = pytest.mark.skipif(INTERPRET, reason="needs a GPU")
 # The interpreter takes bfloat16's bits for integers.
 NUMBERS = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRET)
 every_dtype = pytest.mark.parametrize("dtype", NUMBERS, ids=str)
@@ -336,10 +344,10 @@ def test_a_stray_descriptor_is_caught(descriptors, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("axis", ["rows of x", "rows of weight", "columns of x", "steps"])
-def test_past_2_to_the_31(sparse, axis):  # noqa: F811
-    x, weight, bias = far_apart(sparse, axis)
+def test_past_2_to_the_31(axis):
+    x, weight, bias = far_apart(axis)
     if axis == "steps":  # a whole BLOCK_K of columns, 2**26 apart
-        x = sparse.as_strided((3, 40), (1, 2**26)).copy_(matrix(3, 40, 0))
+        x = sparse().as_strided((3, 40), (1, 2**26)).copy_(matrix(3, 40, 0))
         weight = x
     assert_right(fast_linear_gelu(x, weight, bias), x, weight, bias, factor=5)
 

@@ -8,13 +8,11 @@ import pytest
 import torch
 import triton
 import watched
-from scripts import DEVICE, INTERPRET, load
+from helpers import DEVICE, INTERPRET, interpreted, load, on_a_gpu
 from torch.nn.functional import layer_norm
 
 fast = load("beyond/fast_layernorm.py")
 fast_layernorm = fast.fast_layernorm
-on_a_gpu = pytest.mark.skipif(INTERPRET, reason="needs a GPU")
-interpreted = pytest.mark.skipif(not INTERPRET, reason="on a GPU no kernel can be watched")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of the relative error. Triton's interpreter adds one value after the other, and rounds to bf16
 # wrongly.

@@ -1,0 +1,186 @@
+"""Each row of ERRATA.md, shown; where a claim's own test shows it, the row names that test."""
+
+import re
+
+import pytest
+import torch
+import triton
+import watched
+from compile_check import CHAPTERS_TILE, compile_all
+from helpers import (
+    DEVICE,
+    EPS,
+    INTERPRET,
+    NEAR_CONSTANT,
+    ROOT,
+    buggy,
+    count_launches,
+    draw,
+    expected_file,
+    fused,
+    interpreted,
+    layernorm,
+    linear_gelu,
+    load_path,
+    on_a_gpu,
+    ones_and_zeros,
+    row_mean_var,
+    sparse,
+    wrong_eps,
+)
+
+LINEAR = ROOT / "chapter20/01_fused_linear_gelu.py"
+ROWS = ROOT / "chapter20/02_row_mean_var.py"
+NORM = ROOT / "chapter20/03_fused_layernorm.py"
+
+
+def printed(tmp_path, script, ours, books):
+    """The path of a copy of the script with a piece of code as the chapter prints it."""
+    source = script.read_text()
+    assert ours in source
+    path = tmp_path / "printed.py"
+    path.write_text(source.replace(ours, books))
+    return path
+
+
+def test_every_row_names_a_test_and_every_test_here_has_a_row():
+    rows = re.findall(r"\| `(test_\w+)` \|$", (ROOT / "ERRATA.md").read_text(), re.MULTILINE)
+    tests = "".join(path.read_text() for path in (ROOT / "tests/chapter").glob("test_*.py"))
+    assert rows and [row for row in rows if f"def {row}(" not in tests] == []
+    ours = {n for n, v in globals().items() if n.startswith("test_") and v.__module__ == __name__}
+    assert ours - set(rows) == {"test_every_row_names_a_test_and_every_test_here_has_a_row"}
+
+
+def test_the_near_constant_row_has_eight_values(monkeypatch, capsys):
+    rows = []
+    monkeypatch.setattr(layernorm, "check", lambda name, t, *_: name == "x" and rows.append(t))
+    layernorm.section_20_3()
+    assert torch.equal(rows[-1].cpu(), NEAR_CONSTANT)
+    assert rows[-1].shape == (1, 8)
+
+
+def test_short_random_rows_do_show_the_eps_bug():
+    def share(N):
+        x = draw(1000, N)
+        right = torch.nn.functional.layer_norm(x, (N,))
+        return 1 - torch.isclose(wrong_eps(x), right, atol=1e-4).all(dim=-1).double().mean().item()
+
+    assert 0.15 < share(2) < 0.25
+    assert share(17) == 0
+
+
+@interpreted
+def test_only_M_above_N_reads_past_the_end():
+    highest = {}
+    for M, N in ((20, 16), (16, 20)):
+        with watched.record() as launches:
+            buggy(draw(M, 12), draw(N, 12, seed=1), draw(N, seed=2))
+        bias = launches[0].tensors["bias_ptr"]
+        highest[M, N] = (launches[0].read(bias).max() - bias.data_ptr()) // 4
+    assert highest == {(20, 16): 19, (16, 20): 15}
+
+
+def test_the_order_of_a_sum_decides_its_last_digits():
+    # Section 20.1's own numbers in float32, added up from either end.
+    torch.manual_seed(0)
+    weight, bias = torch.nn.Linear(12, 16).parameters()
+    products = torch.randn(20, 1, 12) * weight.detach()
+    exact = products.double().sum(dim=-1) + bias.double()
+
+    def error(order):
+        total = torch.zeros(20, 16)
+        for k in order:
+            total += products[..., k]
+        return (total + bias - exact).abs().max().item()
+
+    upwards, downwards = error(range(12)), error(reversed(range(12)))
+    assert upwards != downwards
+    assert max(upwards, downwards) < 1e-6
+
+
+@on_a_gpu
+def test_cpu_tensors_are_refused_on_a_gpu():
+    x, out = torch.randn(5, 10), torch.empty(5)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        row_mean_var.row_mean_var_kernel[(5,)](x, out, out, 5, 10, 10, BLOCK_N=16)
+
+
+def test_the_printed_tile_runs_in_the_interpreter_only(tmp_path, capsys):
+    path = printed(tmp_path, LINEAR, *CHAPTERS_TILE)
+    for target in ("sm_80", "sm_90"):
+        assert any(" does not compile" in fault for fault in compile_all([path], target)[path][1])
+    section = load_path(path).section_20_1
+    if INTERPRET and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
+        with pytest.raises(Exception, match="M >= 16, N >= 16 and K >= 16"):
+            section()
+    elif INTERPRET:
+        section()
+        assert capsys.readouterr().out == expected_file(LINEAR).read_text()
+    else:
+        with pytest.raises(Exception, match="K >= 16"):
+            section()
+
+
+def test_the_default_precision_is_tf32(tmp_path):
+    path = printed(tmp_path, LINEAR, ', input_precision="ieee"', "")
+    assert any("TF32" in fault for fault in compile_all([path], "sm_80")[path][1])
+    x, weight, bias = draw(20, 12), draw(16, 12, seed=1), draw(16, seed=2)
+    exact = torch.nn.functional.gelu(x.double() @ weight.double().T + bias)
+    as_printed, ours = (
+        (module.fused_linear_gelu(x, weight, bias) - exact).abs().max().item()
+        for module in (load_path(path), linear_gelu)
+    )
+    assert ours < 5e-6
+    if INTERPRET:
+        assert as_printed == ours
+    elif torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0):
+        assert 1e-3 < as_printed < 3e-2
+
+
+def test_the_printed_transpose_is_a_second_launch():
+    def as_printed(x, weight, bias):
+        w_t = weight.t().contiguous()
+        return linear_gelu.fused_linear_gelu(x, w_t.t(), bias)
+
+    x, weight, bias = draw(128, 64), draw(256, 64, seed=1), draw(256, seed=2)
+    assert count_launches(as_printed, x, weight, bias) == 2
+    assert count_launches(fused, x, weight, bias) == 1
+
+
+def test_the_printed_layernorm_writes_past_its_output(tmp_path):
+    path = printed(tmp_path, NORM, "out_ptr + row * N", "out_ptr + row * stride_m")
+    module = load_path(path)
+    x = draw(6, 40)[:, :17]
+    parameters = ones_and_zeros(x)
+    if INTERPRET:
+        with pytest.raises(Exception, match="writes .* elements that are not its own"):
+            module.triton_layernorm(x, *parameters)
+    else:
+        # The output lies in a buffer that is ours as far as the kernel writes.
+        buffer = torch.full((6 * 40,), 7.0, device=DEVICE)
+        out = buffer[: 6 * 17].view(6, 17)
+        kernel = module.layernorm_forward_kernel
+        kernel[(6,)](x, *parameters, out, 6, 17, x.stride(0), EPS, BLOCK_N=32)
+        assert (buffer[6 * 17 :] != 7.0).any()
+
+
+def test_the_printed_row_mean_var_is_wrong_for_a_transposed_x():
+    x = draw(10, 5).T
+    mean, var = torch.empty(5, device=DEVICE), torch.empty(5, device=DEVICE)
+    kernel = row_mean_var.row_mean_var_kernel
+    kernel[(5,)](x, mean, var, 5, 10, x.stride(0), BLOCK_N=16)
+    assert mean.isfinite().all() and not torch.allclose(mean, x.mean(dim=-1), atol=1e-2)
+    assert torch.allclose(row_mean_var.row_mean_var(x)[0], x.mean(dim=-1), atol=1e-5)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="on a GPU the kernel would read what is not its own")
+@pytest.mark.parametrize("script", [ROWS, NORM], ids=["02", "03"])
+def test_a_32_bit_row_offset_wraps(script, tmp_path):
+    path = printed(tmp_path, script, "tl.program_id(0).to(tl.int64)", "tl.program_id(0)")
+    module = load_path(path)
+    x = sparse().as_strided((3, 5), (2**30, 1))
+    with pytest.raises(Exception, match="reads 5 elements that are not its own"):
+        if script == ROWS:
+            module.row_mean_var(x)
+        else:
+            module.triton_layernorm(x, *ones_and_zeros(x))

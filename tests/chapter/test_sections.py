@@ -1,0 +1,205 @@
+"""What the sections print: the Expected Output, the worked examples' figures, honest verdicts."""
+
+import re
+import runpy
+import sys
+
+import pytest
+import torch
+from helpers import EPS, NEAR_CONSTANT, SCRIPTS, draw, every_script, expected_file, load, name_of
+
+# The worked examples as the book prints them. Last digits differ between processors.
+BOOK = {
+    "chapter20/01_fused_linear_gelu.py": """
+=== Worked Example 20.1.1 ===
+shapes: x torch.Size([20, 12]) weight torch.Size([16, 12]) bias torch.Size([16]) out torch.Size([20, 16])
+allclose to nn.Linear + gelu oracle? True
+max abs diff: 2.384185791015625e-07
+
+=== Worked Example 20.1.2 ===
+buggy kernel allclose to oracle? False
+max abs diff: 0.43509936332702637
+
+bias of 16 values, read at 0 to 19:
+[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, -1000, -1001, -1002, -1003]
+""",  # noqa: E501
+    "chapter20/02_row_mean_var.py": """
+=== Worked Example 20.2.1 ===
+mean allclose to x.mean(dim=-1)? True
+var allclose to x.var(unbiased=False)? True
+var allclose to x.var(unbiased=True) [WRONG comparison]? False
+max abs diff vs unbiased: 0.2560422420501709
+
+kernel's own var values:    tensor([0.8021, 0.8585, 1.0370, 0.3780, 2.3044])
+biased (/N) oracle values:  tensor([0.8021, 0.8585, 1.0370, 0.3780, 2.3044])
+unbiased (/(N-1)) oracle:  tensor([0.8912, 0.9539, 1.1522, 0.4200, 2.5604])
+""",
+    "chapter20/03_fused_layernorm.py": """
+=== Worked Example 20.3.1 ===
+allclose to nn.LayerNorm? True
+max abs diff: 1.1920928955078125e-07
+
+=== Worked Example 20.3.2 ===
+typical row: correct allclose? True  wrong-eps allclose? True  max diff (wrong): 9.298324584960938e-06
+near-constant row: correct allclose? True  wrong-eps allclose? False
+near-constant row max diff (wrong-eps vs oracle): 0.1701836735010147
+
+oracle_flat: tensor([[ 0.0003, -0.0003,  0.0006,  0.0000, -0.0006,  0.0003,  0.0000, -0.0003]])
+wrong_flat:  tensor([[ 0.0854, -0.0854,  0.1708,  0.0000, -0.1708,  0.0854,  0.0000, -0.0854]])
+""",  # noqa: E501
+}
+NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
+ROUNDINGS = 1e-6  # a few float32 roundings of values around 1
+
+
+def run_main(script, monkeypatch, capsys, *arguments):
+    """What the script prints in this process, where each access is watched if interpreted."""
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+    return capsys.readouterr().out
+
+
+@every_script
+def test_a_script_prints_its_expected_output_and_the_worked_examples(script, monkeypatch, capsys):
+    expected = expected_file(script).read_text()
+    assert run_main(script, monkeypatch, capsys) == expected
+    if name_of(script) not in BOOK:
+        return
+    printed = run_main(script, monkeypatch, capsys, "--worked-examples")
+    assert printed.startswith(expected)
+    printed, book = printed[len(expected) :], BOOK[name_of(script)]
+    assert NUMBER.sub("#", printed) == NUMBER.sub("#", book)
+    for line, book_line in zip(printed.splitlines(), book.splitlines(), strict=True):
+        for figure, books in zip(NUMBER.findall(line), NUMBER.findall(book_line), strict=True):
+            # Four decimals of a tensor may round to either side.
+            rounding = 1.1e-4 if "tensor(" in line else ROUNDINGS
+            assert float(figure) == pytest.approx(float(books), rel=0, abs=rounding), line
+
+
+# --- Each line says what it says it compares: checked with kernels that are off ---
+
+OUTPUTS = ("c_ptr", "out_ptr", "mean_ptr", "var_ptr")
+INPUTS = ("a_ptr", "b_ptr", "bias_ptr", "x_ptr", "gamma_ptr", "beta_ptr", "eps")
+VERDICT = re.compile(r"([^?\n]*)\? (True|False)")
+
+
+class Off:
+    """In a kernel's place: launches it, then adds an error to its outputs."""
+
+    def __init__(self, kernel, error, calls):
+        self.kernel, self.error, self.calls = kernel, error, calls
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            named = dict(zip(self.kernel.arg_names, arguments, strict=False))
+            self.calls.append([named[name] for name in INPUTS if name in named])
+            self.kernel[grid](*arguments, **options)
+            for name in OUTPUTS:
+                if name in named:
+                    named[name].add_(self.error)
+
+        return launch
+
+
+def run_sections(module, capsys, error=0.0, only="", calls=None):
+    """What sections and worked examples print where the kernels (or only some) are off.
+
+    The error is in units of the tolerance of the section's check.
+    """
+    proxies = {}
+    for name, kernel in vars(module).items():
+        if hasattr(kernel, "arg_names") and "probe" not in name:
+            tolerance = 1e-5 if "mean_var" in name else 1e-4
+            shift = error * tolerance if re.search(only, name) else 0.0
+            proxies[name] = Off(kernel, shift, [] if calls is None else calls)
+    with pytest.MonkeyPatch.context() as patch:
+        for function in vars(module).values():
+            defaults = getattr(function, "__defaults__", None)
+            if defaults and not hasattr(function, "arg_names"):
+                by_id = {id(proxy.kernel): proxy for proxy in proxies.values()}
+                patch.setattr(
+                    function, "__defaults__", tuple(by_id.get(id(d), d) for d in defaults)
+                )
+        for name, proxy in proxies.items():
+            patch.setattr(module, name, proxy)
+        for name in dir(module):
+            if name.startswith("section_"):
+                results = getattr(module, name)()
+                if hasattr(module, "worked_examples"):
+                    module.worked_examples(*results)
+    return capsys.readouterr().out
+
+
+every_module = pytest.mark.parametrize(
+    "module", [load(name_of(script)) for script in SCRIPTS], ids=map(name_of, SCRIPTS)
+)
+
+
+@every_module
+def test_a_verdict_turns_where_a_kernel_is_off_by_more_than_the_tolerance(module, capsys):
+    right = VERDICT.findall(run_sections(module, capsys))
+    assert right
+    assert VERDICT.findall(run_sections(module, capsys, error=0.5)) == right
+    off = VERDICT.findall(run_sections(module, capsys, error=2))
+    assert [verdict for _, verdict in off] == ["False"] * len(right)
+
+
+@every_module
+def test_a_verdict_on_a_buggy_kernel_turns_where_that_kernel_is_off(module, capsys):
+    right = VERDICT.findall(run_sections(module, capsys))
+    off = VERDICT.findall(run_sections(module, capsys, error=2, only="buggy|wrong"))
+    assert off == [
+        (label, "False" if re.search("buggy|wrong", label) else verdict) for label, verdict in right
+    ]
+
+
+@every_module
+def test_a_figure_is_the_kernels_or_the_oracles_as_its_line_says(module, capsys):
+    right = run_sections(module, capsys).splitlines()
+    off = run_sections(module, capsys, error=-1e4).splitlines()
+    for line, line_off in zip(right, off, strict=True):
+        of_the_kernel = re.search("diff|own|wrong_flat", line) is not None
+        for figure, figure_off in zip(NUMBER.findall(line), NUMBER.findall(line_off), strict=True):
+            assert (abs(float(figure) - float(figure_off)) > 1e-3) == of_the_kernel, line
+        assert not re.search("diff[^:]*: -", line_off), "the difference of what is too small"
+
+
+def chapters_inputs():
+    """What the chapter has its kernels called with, as its seeds give it: by the shape of x."""
+    torch.manual_seed(0)
+    layer, linear = torch.nn.Linear(12, 16), torch.randn(20, 12)
+    torch.manual_seed(0)
+    rows = torch.randn(5, 10)
+    torch.manual_seed(0)
+    module = torch.randn(6, 17)
+    torch.manual_seed(1)
+    normalized = [module, torch.randn(4, 8), NEAR_CONSTANT]
+    calls = [(linear, layer.weight.t(), layer.bias), (rows,)]
+    calls += [(x, torch.ones(x.shape[1]), torch.zeros(x.shape[1]), EPS) for x in normalized]
+    return {x.shape: (x, *others) for x, *others in calls}
+
+
+@every_module
+def test_the_sections_check_the_chapters_inputs(module, capsys):
+    calls = []
+    run_sections(module, capsys, calls=calls)
+    assert calls
+    for call in calls:
+        expected = chapters_inputs()[call[0].shape]
+        for argument, chapters in zip(call, expected, strict=True):
+            assert torch.equal(torch.as_tensor(argument).cpu(), torch.as_tensor(chapters))
+
+
+@pytest.mark.parametrize("name", [n for n in map(name_of, SCRIPTS) if "03" in n or "04" in n])
+def test_layernorm_gets_the_modules_own_parameters(name, monkeypatch, capsys):
+    class LayerNorm(torch.nn.LayerNorm):
+        def __init__(self, N):
+            super().__init__(N, eps=0.5)
+            with torch.no_grad():
+                self.weight.copy_(draw(N, seed=1)), self.bias.copy_(draw(N, seed=2))
+
+    monkeypatch.setattr(torch.nn, "LayerNorm", LayerNorm)
+    load(name).section_20_3()
+    printed = capsys.readouterr().out
+    assert printed.count("correct allclose? True") == 2
+    assert "allclose to nn.LayerNorm? True" in printed

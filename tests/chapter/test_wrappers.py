@@ -1,0 +1,377 @@
+"""The wrappers of 01 to 03 against float64, over shapes, layouts and tile sizes; what they refuse.
+
+04 has the same code under test_same_code.py.
+"""
+
+import re
+
+import pytest
+import torch
+from helpers import (
+    DEVICE,
+    EPS,
+    INTERPRET,
+    LAYOUTS,
+    assert_close,
+    buggy,
+    complete,
+    draw,
+    exact_layernorm,
+    exact_linear_gelu,
+    layernorm,
+    linear_gelu,
+    matrix,
+    ones_and_zeros,
+    row_mean_var,
+    vector,
+    wrong_eps,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+# Examples are compiled on a GPU and interpreted elsewhere: either may take long, none may be flaky.
+# mutants.py has a profile with fewer.
+EXAMPLES = settings.default.max_examples if INTERPRET else 40
+quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+
+layouts = st.sampled_from(list(LAYOUTS))
+seeds = st.integers(0, 2**16)
+# Tiles must not all be equal, or a kernel that takes one side for another would pass.
+tiles = st.sampled_from([(16, 16, 16), (16, 32, 16), (32, 16, 64), (64, 32, 16), (16, 64, 32)])
+
+
+@quick
+@given(
+    shape=st.tuples(st.integers(0, 50), st.integers(0, 70), st.integers(0, 50)),
+    layout=layouts,
+    weight_layout=layouts,
+    strided=st.booleans(),
+    tile=tiles,
+    is_buggy=st.booleans(),
+    seed=seeds,
+)
+def test_linear_gelu(shape, layout, weight_layout, strided, tile, is_buggy, seed):
+    M, K, N = shape
+    x = matrix(M, K, seed, layout)
+    weight = matrix(N, K, seed + 1, weight_layout)
+    bias = vector(N, seed + 2, strided)
+    options = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
+    if is_buggy:  # row i gets bias[i], and zeros from N on
+        options["kernel"] = linear_gelu.fused_linear_gelu_kernel_buggy_bias_axis
+        rows = torch.nn.functional.pad(bias, (0, M))[:M, None]
+        exact = x.double() @ weight.double().T + rows.double()
+        exact = torch.nn.functional.gelu(exact)
+    else:
+        exact = exact_linear_gelu(x, weight, bias)
+    out = linear_gelu.fused_linear_gelu(x, weight, bias, **options)
+    assert out.device == x.device
+    # A float32 sum of K products is off by some K roundings of its largest terms.
+    assert_close(out, exact, 2e-6 + 4e-7 * K)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0), (1, 1, 1)])
+def test_linear_gelu_of_next_to_nothing(shape):
+    M, K, N = shape
+    x, weight, bias = matrix(M, K, 0), matrix(N, K, 1), vector(N, 2)
+    out = linear_gelu.fused_linear_gelu(x, weight, bias)
+    assert_close(out, exact_linear_gelu(x, weight, bias))
+
+
+def test_linear_gelu_is_the_exact_gelu_not_the_tanh_form():
+    x = torch.linspace(-6, 6, 1201, device=DEVICE)[:, None]
+    one, zero = torch.ones(1, 1, device=DEVICE), torch.zeros(1, device=DEVICE)
+    exact = exact_linear_gelu(x, one, None)
+    assert_close(linear_gelu.fused_linear_gelu(x, one, zero), exact, 1e-6)
+    tanh = torch.nn.functional.gelu(x.double().cpu(), approximate="tanh")
+    assert (exact - tanh).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("tail", [3.0, -1000.0])
+@pytest.mark.parametrize("M, N", [(20, 16), (33, 7), (5, 40)])
+def test_the_buggy_kernel_adds_what_lies_past_the_end_to_the_rows_from_N_on(M, N, tail):
+    x, weight, bias = draw(M, 12), draw(N, 12, seed=1), draw(N, seed=2)
+    rows = torch.cat([bias, torch.full((max(M - N, 0),), tail, device=DEVICE)])[:M, None]
+    exact = torch.nn.functional.gelu(x.double() @ weight.double().T + rows.double())
+    assert_close(buggy(x, weight, bias, tail), exact, 1e-5)
+
+
+@quick
+@given(
+    shape=st.tuples(st.integers(0, 20), st.integers(1, 300)),
+    layout=layouts,
+    longer=st.sampled_from([None, 512, 2048]),
+    seed=seeds,
+)
+def test_row_mean_var(shape, layout, longer, seed):
+    # Far from 0, a lane of zeros that is counted in changes the mean and the variance.
+    x = matrix(*shape, seed, layout, shift=3.0)
+    mean, var = row_mean_var.row_mean_var(x, BLOCK_N=longer)
+    assert mean.device == var.device == x.device
+    exact = x.double().cpu()
+    assert_close(mean, exact.mean(dim=-1))
+    assert_close(var, exact.var(dim=-1, unbiased=False), 5e-6)
+
+
+@quick
+@given(
+    shape=st.tuples(st.integers(0, 20), st.integers(1, 300)),
+    layout=layouts,
+    strided=st.tuples(st.booleans(), st.booleans()),
+    eps=st.sampled_from([1e-5, 1e-12, 1e-2, 3.0, 1]),
+    seed=seeds,
+)
+def test_layernorm(shape, layout, strided, eps, seed):
+    M, N = shape
+    x = matrix(M, N, seed, layout, shift=3.0)
+    gamma, beta = vector(N, seed + 1, strided[0]), vector(N, seed + 2, strided[1])
+    out = layernorm.triton_layernorm(x, gamma, beta, eps)
+    assert out.device == x.device and out.dtype == torch.float32
+    deviation = (variance(x) + eps).sqrt()
+    exact = exact_layernorm(x, gamma, beta, eps)
+    assert ((out.cpu() - exact).abs() <= tolerance(x, gamma, deviation) + 2e-6 * exact.abs()).all()
+
+
+def variance(x):
+    return x.double().cpu().var(dim=-1, correction=0, keepdim=True)
+
+
+def tolerance(x, gamma, deviation):
+    """What x - mean loses to cancellation is divided by the row's deviation, and scaled."""
+    largest = x.double().cpu().abs().amax(dim=-1, keepdim=True)
+    return (2e-6 + 2e-7 * largest / deviation) * (1.0 + gamma.abs().cpu())
+
+
+@settings(quick, max_examples=EXAMPLES * 2 // 5 if INTERPRET else 20)
+@given(
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 300)),
+    layout=layouts,
+    eps=st.sampled_from([1e-2, 0.5, 3.0]),
+    seed=seeds,
+)
+def test_the_wrong_eps_is_wrong_exactly_as_documented(shape, layout, eps, seed):
+    x = matrix(*shape, seed, layout, shift=3.0)
+    gamma, beta = vector(shape[1], seed + 1), vector(shape[1], seed + 2)
+    out = wrong_eps(x, gamma, beta, eps)
+    exact = x.double().cpu()
+    deviation = variance(x).sqrt() + eps
+    wrong = (exact - exact.mean(dim=-1, keepdim=True)) / deviation
+    wrong = wrong * gamma.double().cpu() + beta.double().cpu()
+    assert ((out.cpu() - wrong).abs() <= tolerance(x, gamma, deviation) + 2e-6 * wrong.abs()).all()
+
+
+def test_the_variance_of_a_row_far_from_zero():
+    # Where the mean of the squares less the square of the mean has no digit left.
+    x = matrix(6, 100, 0, shift=1000.0)
+    _, var = row_mean_var.row_mean_var(x)
+    assert_close(var, x.double().cpu().var(dim=-1, unbiased=False), 1e-5)
+
+
+@pytest.mark.parametrize("N", [1000, 5000, 20000])
+def test_long_rows(N):
+    x, gamma, beta = matrix(3, N, 0, shift=3.0), vector(N, 1), vector(N, 2)
+    mean, var = row_mean_var.row_mean_var(x)
+    assert_close(mean, x.double().cpu().mean(dim=-1))
+    assert_close(var, x.double().cpu().var(dim=-1, unbiased=False), 5e-6)
+    out = layernorm.triton_layernorm(x, gamma, beta)
+    assert_close(out, exact_layernorm(x, gamma, beta, EPS), 1e-5)
+
+
+def test_layernorm_keeps_nan_and_infinity_in_their_rows():
+    x = matrix(4, 9, 0)
+    x[1, 3], x[2, 8] = float("nan"), float("inf")
+    out = layernorm.triton_layernorm(x, *ones_and_zeros(x))
+    assert out[1:3].isnan().all()
+    assert_close(out[[0, 3]], exact_layernorm(x[[0, 3]], None, None, EPS), 1e-5)
+
+
+def test_the_default_eps_is_torchs():
+    x = matrix(4, 9, 0) * 1e-3  # rows on which eps decides
+    out = layernorm.triton_layernorm(x, *ones_and_zeros(x))
+    assert_close(out, exact_layernorm(x, None, None, 1e-5))
+
+
+def test_torchs_default_dtype_and_device_change_nothing():
+    x, weight, bias = matrix(20, 12, 0), matrix(12, 12, 1), vector(12, 2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            out = linear_gelu.fused_linear_gelu(x, weight, bias)
+            mean, var = row_mean_var.row_mean_var(x)
+            normalized = layernorm.triton_layernorm(x, bias, bias)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_close(out, exact_linear_gelu(x, weight, bias), 1e-5)
+    assert_close(mean, x.double().cpu().mean(dim=-1))
+    assert_close(var, x.double().cpu().var(dim=-1, unbiased=False))
+    assert_close(normalized, exact_layernorm(x, bias, bias, EPS), 1e-5)
+
+
+def test_inputs_are_left_as_they_were():
+    x, weight, bias = matrix(20, 12, 0), matrix(12, 12, 1), vector(12, 2)
+    before = [t.clone() for t in (x, weight, bias)]
+    linear_gelu.fused_linear_gelu(x, weight, bias)
+    row_mean_var.row_mean_var(x)
+    layernorm.triton_layernorm(x, bias, bias)
+    assert all(torch.equal(*pair) for pair in zip(before, (x, weight, bias), strict=True))
+
+
+# --- Launches ---
+
+
+class Launches(list):
+    """Stands for a kernel: notes the grid and the keywords of each launch, and makes none."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **keywords: self.append((grid, keywords))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches that the wrappers make."""
+    launches = Launches()
+    for module in (linear_gelu, row_mean_var, layernorm, complete):
+        for name in dir(module):
+            if "_kernel" in name:
+                monkeypatch.setattr(module, name, launches)
+    # A keyword's default is the kernel itself, whatever its name stands for now.
+    for wrapper in (linear_gelu.fused_linear_gelu, layernorm.triton_layernorm):
+        defaults = [launches if hasattr(d, "fn") else d for d in wrapper.__defaults__]
+        monkeypatch.setattr(wrapper, "__defaults__", tuple(defaults))
+    return launches
+
+
+def tensor(*shape, dtype=torch.float32, device=DEVICE):
+    return torch.ones(*shape, dtype=dtype, device=device)
+
+
+def test_linear_gelu_launches_the_tiles_that_it_is_asked_for(launches):
+    tiles = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 64}
+    linear_gelu.fused_linear_gelu(tensor(70, 3), tensor(100, 3), tensor(100), **tiles)
+    assert launches == [((3, 7), tiles)]
+
+
+def test_linear_gelu_takes_as_many_columns_as_a_grid_does(launches):
+    N = 65535 * 16
+    linear_gelu.fused_linear_gelu(tensor(1, 1), tensor(1, 1).expand(N, 1), tensor(1).expand(N))
+    assert [grid for grid, _ in launches] == [(1, 65535)]
+
+
+@pytest.mark.parametrize(
+    "N, BLOCK_N, num_warps",
+    [(1, 1, 1), (17, 32, 1), (512, 512, 1), (513, 1024, 2), (8192, 8192, 16), (2**20, 2**20, 32)],
+)
+@pytest.mark.parametrize("hip, max_warps", [(None, 32), ("7.0", 16)], ids=["nvidia", "amd"])
+def test_a_row_is_one_program_and_a_long_one_gets_more_warps(
+    launches, N, BLOCK_N, num_warps, hip, max_warps, monkeypatch
+):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    num_warps = min(num_warps, max_warps)
+    x, gamma = tensor(5, 1).expand(5, N), tensor(1).expand(N)
+    row_mean_var.row_mean_var(x)
+    layernorm.triton_layernorm(x, gamma, gamma)
+    assert launches == [((5,), {"BLOCK_N": BLOCK_N, "num_warps": num_warps})] * 2
+
+
+def test_row_mean_var_takes_the_block_that_it_is_given(launches):
+    row_mean_var.row_mean_var(tensor(5, 17), BLOCK_N=64)
+    assert launches == [((5,), {"BLOCK_N": 64, "num_warps": 1})]
+
+
+# --- What they refuse ---
+
+OTHER = "meta" if INTERPRET else "cpu"
+X, W, B = tensor(20, 12), tensor(16, 12), tensor(16)
+LINEAR, ROWS, NORM = "fused_linear_gelu", "row_mean_var", "triton_layernorm"
+WRAPPERS = {
+    LINEAR: linear_gelu.fused_linear_gelu,
+    ROWS: row_mean_var.row_mean_var,
+    NORM: layernorm.triton_layernorm,
+}
+G = tensor(12)
+REFUSED = [
+    # Each argument's dtype, rank, size, device, layout; what is no tensor; None.
+    (LINEAR, (X.half(), W, B), "x torch.float32 ('M', 'K') on D, ...; got torch.float16 (20, 12)"),
+    (LINEAR, (X, W.double(), B), "weight torch.float32 ('N', 12) on ...; got torch.float64"),
+    (LINEAR, (X, W, B.bfloat16()), "bias torch.float32 (16,) on ...; got torch.bfloat16 (16,)"),
+    (LINEAR, (X[0], W, B), "x ...; got torch.float32 (12,)"),
+    (LINEAR, (X[None], W, B), "x ...; got torch.float32 (1, 20, 12)"),
+    (LINEAR, (X, W[0], B), "weight ...; got torch.float32 (12,)"),
+    (LINEAR, (X, W.T, B), "weight ...; got torch.float32 (12, 16)"),
+    (LINEAR, (X, W, B[:15]), "bias ...; got torch.float32 (15,)"),
+    (LINEAR, (X, W, tensor(1)), "bias ...; got torch.float32 (1,)"),
+    (LINEAR, (X, W, tensor(16, 1)), "bias ...; got torch.float32 (16, 1)"),
+    (LINEAR, (X.to(OTHER), W, B), f"x ... on {DEVICE}, ...; got torch.float32 (20, 12) on {OTHER}"),
+    (LINEAR, (X, W.to(OTHER), B), f"weight ...; got torch.float32 (16, 12) on {OTHER}"),
+    (LINEAR, (X, W, B.to(OTHER)), f"bias ...; got torch.float32 (16,) on {OTHER}"),
+    (LINEAR, (X, W, None), "bias ...; got <class 'NoneType'>"),
+    (LINEAR, ([[0.0]], W, B), "x ...; got <class 'list'>"),
+    (LINEAR, (X, W.to_sparse(), B), "weight ... dense: True; got ... dense: False"),
+    (LINEAR, (X, W, torch._neg_view(B)), "bias ... dense: True; got ... dense: False"),
+    (ROWS, (X.half(),), "x ...; got torch.float16"),
+    (ROWS, (X[0],), "x ...; got torch.float32 (12,)"),
+    (ROWS, (X.to(OTHER),), f"x ...; got torch.float32 (20, 12) on {OTHER}"),
+    (ROWS, (None,), "x ...; got <class 'NoneType'>"),
+    (ROWS, (X, 8), "rows of 1 to BLOCK_N=8 values, got N=12"),
+    (ROWS, (tensor(3, 0),), "rows of 1 to BLOCK_N=0 values, got N=0"),
+    (ROWS, (tensor(3, 0), 16), "rows of 1 to BLOCK_N=16 values, got N=0"),
+    (NORM, (X.double(), G, G), "x ...; got torch.float64"),
+    (NORM, (X[0], G, G), "x ...; got torch.float32 (12,)"),
+    (NORM, (X.to(OTHER), G, G), f"x ...; got torch.float32 (20, 12) on {OTHER}"),
+    (NORM, (X, G.half(), G), "gamma torch.float32 (12,) on ...; got torch.float16"),
+    (NORM, (X, G, G.half()), "beta torch.float32 (12,) on ...; got torch.float16"),
+    (NORM, (X, tensor(20), G), "gamma ...; got torch.float32 (20,)"),
+    (NORM, (X, G, tensor(1)), "beta ...; got torch.float32 (1,)"),
+    (NORM, (X, G.to(OTHER), G), f"gamma ...; got torch.float32 (12,) on {OTHER}"),
+    (NORM, (X, G, G.to(OTHER)), f"beta ...; got torch.float32 (12,) on {OTHER}"),
+    (NORM, (X, None, G), "gamma ...; got <class 'NoneType'>"),
+    (NORM, (X, G, None), "beta ...; got <class 'NoneType'>"),
+]
+
+
+@pytest.mark.parametrize(
+    "wrapper, arguments, message", REFUSED, ids=[f"{w}: {m}" for w, _, m in REFUSED]
+)
+def test_a_wrapper_refuses(launches, wrapper, arguments, message):
+    pattern = ".*".join(map(re.escape, message.replace(" on D", " on " + DEVICE).split("...")))
+    with pytest.raises(ValueError, match=f"^expected {pattern}"):
+        WRAPPERS[wrapper](*arguments)
+    assert launches == []
+
+
+def test_linear_gelu_refuses_more_tiles_than_a_grid_has(launches):
+    N = 65535 * 16 + 1
+    with pytest.raises(ValueError, match=f"N={N} needs more than 65535 tiles of BLOCK_N=16"):
+        linear_gelu.fused_linear_gelu(X[:1], W[:1].expand(N, 12), tensor(1).expand(N))
+    assert launches == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: linear_gelu.fused_linear_gelu(X, W, B, BLOCK_M=48),
+        lambda: row_mean_var.row_mean_var(X, BLOCK_N=24),
+        lambda: row_mean_var.row_mean_var(X, BLOCK_N=2**21),
+        lambda: row_mean_var.row_mean_var(tensor(1, 1).expand(1, 2**20 + 1)),
+        lambda: layernorm.triton_layernorm(tensor(3, 0), tensor(0), tensor(0)),
+    ],
+    ids=["no power of two", "no power of two in 02", "2**21", "2**20 + 1 columns", "an empty row"],
+)
+def test_triton_itself_refuses_a_block_that_it_cannot_have(call):
+    with pytest.raises(Exception, match="power of 2|maximum tensor numel|greater than the start"):
+        call()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or INTERPRET, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one():
+    x, weight, bias = (
+        t.to("cuda:1") for t in (matrix(20, 12, 0), matrix(12, 12, 1), vector(12, 2))
+    )
+    assert torch.cuda.current_device() == 0
+    out = linear_gelu.fused_linear_gelu(x, weight, bias)
+    assert out.device == x.device
+    assert_close(out, exact_linear_gelu(x, weight, bias), 1e-5)
+    assert_close(row_mean_var.row_mean_var(x)[0], x.double().cpu().mean(dim=-1))
+    out = layernorm.triton_layernorm(x, bias, bias)
+    assert_close(out, exact_layernorm(x, bias, bias, EPS), 1e-5)
+    with pytest.raises(ValueError, match="weight .* on cuda:1, .*; got .* on cuda:0"):
+        linear_gelu.fused_linear_gelu(x, weight.to("cuda:0"), bias)

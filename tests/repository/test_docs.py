@@ -1,0 +1,118 @@
+"""The documents: commands work, links lead somewhere, the map and the exercises say what is so."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, SCRIPTS, expected_file, name_of
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("beyond/*.md")])
+TEXT = {document: document.read_text() for document in DOCUMENTS}
+README, EXERCISES = TEXT[ROOT / "README.md"], TEXT[ROOT / "EXERCISES.md"]
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+
+
+def run(*command, **options):
+    environment = os.environ | {"PYTHON": sys.executable}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, **options
+    )
+
+
+def commands(text):
+    """What a reader would type: fenced bash blocks, and code in a sentence that runs a script."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return lines + re.findall(r"`((?:\w+=\S+ )?(?:\./run_|python (?:-c|chapter|beyond)).*?)`", text)
+
+
+TESTS = [
+    (path, node.name)
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+]
+
+
+@every_document
+def test_commands_name_what_there_is(document):
+    for command in commands(TEXT[document]):
+        for path in re.findall(r"(?:\./|\b(?:chapter20|beyond|tests)/)[\w./]+", command):
+            assert (ROOT / path).exists(), command
+        for word in re.findall(r"-k (\w+)", command):
+            assert any(word in name for _, name in TESTS), command
+
+
+def test_the_readmes_commands():
+    first, second, *others = (c for c in commands(README) if not c.startswith("PIP_"))
+    assert (first, second) == ("./run_all.sh", "./run_tests.sh") or "./run_tests.sh" in others
+    script = ROOT / "chapter20/01_fused_linear_gelu.py"
+    assert f"python {name_of(script)} --worked-examples" in commands(README)
+    assert "import torch; print(torch.cuda.is_available())" in README
+
+
+@every_document
+def test_links_and_images_resolve(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", TEXT[document]):
+        if not link.startswith(("http://", "https://", "#")):
+            assert (document.parent / link.partition("#")[0]).exists(), link
+
+
+def test_the_readme_shows_04s_output_and_a_run_of_todays_form():
+    complete, sample = re.findall(r"^```text\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert complete == expected_file(SCRIPTS[-1]).read_text()
+    ours = [rf"PASS  {re.escape(name_of(script))}  \d+\.\d s" for script in SCRIPTS]
+    form = [r"Python [\d.]+, torch \S+, triton [\d.]+, numpy [\d.]+, .+", *ours]
+    form = "\n".join([*form, rf"{len(SCRIPTS)} passed, 0 failed", ""])
+    assert re.fullmatch(form, sample)
+    assert re.fullmatch(form, run(ROOT / "run_all.sh").stdout)
+
+
+def test_the_map_names_each_script_kernel_worked_example_and_question():
+    rows = re.findall(r"^\| (20\.\d .*) \|$", README, re.MULTILINE)
+    assert len(rows) == len(SCRIPTS)
+    for row, script in zip(rows, SCRIPTS, strict=True):
+        assert f"({name_of(script)})" in row
+        source = script.read_text()
+        kernels = re.findall(r"def (\w*kernel(?:_buggy|_wrong)?\w*)\(", source)
+        if not script.name.startswith("04"):
+            assert [k for k in kernels if f"`{k}`" not in row and "probe" not in k] == []
+        examples = re.findall(r"=== Worked Example (20\.\d\.\d) ===", source)
+        assert re.findall(r"20\.\d\.\d", row) == examples
+    assert re.findall(r"\| (\d), (\d) \|$|\| (\d) \|$", "\n".join(rows)) is not None
+    questions = "".join(row.rpartition("|")[2] for row in rows)
+    assert re.findall(r"\d", questions) == ["1", "2", "3", "4", "5"]
+    for number in range(1, 6):
+        assert any(f"question_{number}" in name for _, name in TESTS)
+
+
+EXERCISE = re.findall(
+    r"^## Question (\d):.*?\b(0\d):\n\n```diff\n(.*?)```\n(.*?)(?=^## |\Z)",
+    EXERCISES,
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def test_there_is_an_exercise_for_each_self_check_question():
+    assert [number for number, *_ in EXERCISE] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("number, script, diff, outcome", EXERCISE, ids=[e[0] for e in EXERCISE])
+def test_exercise(number, script, diff, outcome, tmp_path):
+    (path,) = [s for s in SCRIPTS if s.name.startswith(script)]
+    source = path.read_text()
+    for old, new in re.findall(r"^-(.*)\n\+(.*)\n", diff, re.MULTILINE):
+        assert f"{old}\n" in source
+        source = source.replace(f"{old}\n", f"{new}\n", 1)
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "tests", "beyond"))
+    (checkout / name_of(path)).write_text(source)
+    result = run("./run_all.sh", script, cwd=checkout)
+    promised = re.findall(r"^```diff\n(.*?)\n```", outcome, re.MULTILINE | re.DOTALL)
+    changed = [line for line in result.stdout.splitlines() if re.match(r"[+](?!\+\+ )", line)]
+    assert changed == promised
+    assert result.returncode == (1 if promised else 0), result.stdout
