@@ -27,9 +27,9 @@ except ModuleNotFoundError as error:
 
 @triton.jit
 def fused_linear_gelu_kernel(
-    a_ptr, b_ptr, bias_ptr, c_ptr, M, N, K,
-    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+        a_ptr, b_ptr, bias_ptr, c_ptr, M, N, K,
+        stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     # a (M, K), b (K, N), bias (N,) and c (M, N) are float32. A program computes one tile of c.
     pid_m = tl.program_id(0).to(tl.int64)  # int64: index * stride passes 2**31 in a large tensor
     pid_n = tl.program_id(1).to(tl.int64)
@@ -45,7 +45,7 @@ def fused_linear_gelu_kernel(
         b_mask = (ks[:, None] < K) & (cols[None, :] < N)
         a = tl.load(a_ptrs, mask=a_mask, other=0.0)
         b = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        acc += tl.dot(a, b, input_precision="ieee")  # NVIDIA's default, TF32, has 10-bit mantissas
+        acc += tl.dot(a, b, input_precision="ieee")  # NVIDIA's default, TF32, rounds to 10 bits
 
     # The epilogue: acc is still in registers, and nothing has been stored yet.
     bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
@@ -60,9 +60,9 @@ def fused_linear_gelu_kernel(
 
 @triton.jit
 def fused_linear_gelu_kernel_buggy_bias_axis(
-    a_ptr, b_ptr, bias_ptr, c_ptr, M, N, K,
-    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+        a_ptr, b_ptr, bias_ptr, c_ptr, M, N, K,
+        stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     # a (M, K), b (K, N), bias (N,) and c (M, N) are float32. A program computes one tile of c.
     pid_m = tl.program_id(0).to(tl.int64)  # int64: index * stride passes 2**31 in a large tensor
     pid_n = tl.program_id(1).to(tl.int64)
@@ -78,7 +78,7 @@ def fused_linear_gelu_kernel_buggy_bias_axis(
         b_mask = (ks[:, None] < K) & (cols[None, :] < N)
         a = tl.load(a_ptrs, mask=a_mask, other=0.0)
         b = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        acc += tl.dot(a, b, input_precision="ieee")  # NVIDIA's default, TF32, has 10-bit mantissas
+        acc += tl.dot(a, b, input_precision="ieee")  # NVIDIA's default, TF32, rounds to 10 bits
 
     # The epilogue: acc is still in registers, and nothing has been stored yet.
     bias = tl.load(bias_ptr + rows, mask=rows < M, other=0.0)  # BUG: bias has N elements, not M
@@ -95,37 +95,39 @@ def check(name, tensor, shape, device):
     """Raise ValueError unless tensor is dense float32 of this shape ("M": any size) on device."""
     got = type(tensor)
     if isinstance(tensor, torch.Tensor):
-        dense = tensor.layout == torch.strided and not tensor.is_neg()
-        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, dense: {dense}"
-        same_device = device in (tensor.device, tensor.device.type)
-        if dense and tensor.dtype == torch.float32 and same_device and tensor.dim() == len(shape):
-            if all(n in (size, str(n)) for n, size in zip(shape, tensor.shape, strict=True)):
-                return
-    raise ValueError(f"expected {name} torch.float32 {shape} on {device}, dense: True; got {got}")
+        layout = "a negated view" if tensor.is_neg() else tensor.layout
+        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {layout}"
+        fits = tensor.device == device or tensor.device.type == device
+        fits = fits and (tensor.dtype, layout) == (torch.float32, torch.strided)
+        fits = fits and tensor.dim() == len(shape)
+        if fits and all(isinstance(n, str) or n == size for n, size in zip(shape, tensor.shape)):
+            return
+    raise ValueError(f"{name} must be dense float32 {shape} on {device}, not {got}")
 
 
 def fused_linear_gelu(
-    x, weight, bias, kernel=fused_linear_gelu_kernel, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):
+        x, weight, bias, kernel=fused_linear_gelu_kernel, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):
     """gelu(x @ weight.T + bias) with the exact (erf) GELU, in one launch (Section 20.1).
 
-    x (M, K), weight (N, K), bias (N,) and the result (M, N) are float32, of any strides. The
-    blocks are powers of two, at least 16. Raises ValueError for other tensors and for too large N.
+    x (M, K), weight (N, K), bias (N,) and the result (M, N) are float32; a strided bias is copied
+    first. Blocks are powers of two, on a GPU at least 16. Raises ValueError for other tensors, or
+    if N has more than 65535 blocks.
     """
     check("x", x, ("M", "K"), DEVICE)
     M, K = x.shape
     check("weight", weight, ("N", K), x.device)
     N = weight.shape[0]
     check("bias", bias, (N,), x.device)
-    w_t = weight.t()  # a view, not a copy: copying would be a second launch
+    w_t = weight.t()  # a view: the book's copy is a second launch
     if kernel is fused_linear_gelu_kernel_buggy_bias_axis:
-        bias = torch.nn.functional.pad(bias, (0, M))[:N]  # what it reads past the end is ours
+        bias = torch.nn.functional.pad(bias, (0, M))[:N]  # zeros for it to read past the end
     out = torch.empty((M, N), device=x.device, dtype=torch.float32)
     grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))
     if grid[1] > 65535:
         raise ValueError(f"N={N} needs more than 65535 tiles of BLOCK_N={BLOCK_N}, CUDA's limit")
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         kernel[grid](
-            x, w_t, bias.contiguous(), out, M, N, K,
+            x, w_t, bias.contiguous(), out, M, N, K,  # the kernel assumes stride 1 in bias
             x.stride(0), x.stride(1), w_t.stride(0), w_t.stride(1), out.stride(0), out.stride(1),
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K)
     return out
@@ -147,7 +149,7 @@ def section_20_1():
     out_buggy = fused_linear_gelu(
         x, layer.weight, layer.bias, kernel=fused_linear_gelu_kernel_buggy_bias_axis).cpu()
     print("buggy kernel allclose to oracle?", torch.allclose(out_buggy, oracle, atol=1e-4))
-    return x, layer, oracle, out, out_buggy
+    return x, layer, oracle, out, out_buggy  # for worked_examples
 
 
 @triton.jit
@@ -181,8 +183,8 @@ def worked_examples(x, layer, oracle, out, out_buggy):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worked-examples", action="store_true", help="print these as well")
-    # In a notebook's cell, where there is no __file__, sys.argv is the notebook's own.
+    parser.add_argument("--worked-examples", action="store_true", help="print the examples too")
+    # Pasted into a notebook there is no __file__, and sys.argv is not for this script.
     arguments = parser.parse_args(sys.argv[1:] if "__file__" in globals() else [])
     if INTERPRET:
         print("running in Triton's interpreter, on the CPU", file=sys.stderr)

@@ -34,7 +34,7 @@ def row_mean_var_kernel(x_ptr, mean_ptr, var_ptr, M, N, stride_m, BLOCK_N: tl.co
     row_ptr = x_ptr + row * stride_m
     x = tl.load(row_ptr + cols, mask=mask, other=0.0)
     mean = tl.sum(x, axis=0) / N
-    # Lanes past the row hold 0, not the mean: without the mask, each would add mean**2 to var.
+    # Past the row, x is 0: without the mask, each position there would add mean**2 to the sum.
     diff = tl.where(mask, x - mean, 0.0)
     var = tl.sum(diff * diff, axis=0) / N  # biased: over N, as in LayerNorm, not over N - 1
     tl.store(mean_ptr + row, mean)
@@ -45,21 +45,22 @@ def check(name, tensor, shape, device):
     """Raise ValueError unless tensor is dense float32 of this shape ("M": any size) on device."""
     got = type(tensor)
     if isinstance(tensor, torch.Tensor):
-        dense = tensor.layout == torch.strided and not tensor.is_neg()
-        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, dense: {dense}"
-        same_device = device in (tensor.device, tensor.device.type)
-        if dense and tensor.dtype == torch.float32 and same_device and tensor.dim() == len(shape):
-            if all(n in (size, str(n)) for n, size in zip(shape, tensor.shape, strict=True)):
-                return
-    raise ValueError(f"expected {name} torch.float32 {shape} on {device}, dense: True; got {got}")
+        layout = "a negated view" if tensor.is_neg() else tensor.layout
+        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {layout}"
+        fits = tensor.device == device or tensor.device.type == device
+        fits = fits and (tensor.dtype, layout) == (torch.float32, torch.strided)
+        fits = fits and tensor.dim() == len(shape)
+        if fits and all(isinstance(n, str) or n == size for n, size in zip(shape, tensor.shape)):
+            return
+    raise ValueError(f"{name} must be dense float32 {shape} on {device}, not {got}")
 
 
 def row_mean_var(x, BLOCK_N=None):
     """Mean and biased variance of each row of x, in one launch (Section 20.2).
 
-    x (M, N) is float32, of any strides, N at least 1. Returns mean (M,) and var (M,), float32.
-    BLOCK_N is a power of two from N to 2**20; its default is the smallest.
-    Raises ValueError for another x, and for a BLOCK_N that does not cover the row.
+    x (M, N) is float32; if its columns are strided, it is copied first. Returns mean (M,) and
+    var (M,), float32. BLOCK_N is a power of two from N to 2**20, by default the smallest. Raises
+    ValueError for another x, for N = 0, and for a BLOCK_N that does not cover the row.
     """
     check("x", x, ("M", "N"), DEVICE)
     M, N = x.shape
@@ -67,10 +68,10 @@ def row_mean_var(x, BLOCK_N=None):
         BLOCK_N = triton.next_power_of_2(N)
     if not 0 < N <= BLOCK_N:
         raise ValueError(f"expected rows of 1 to BLOCK_N={BLOCK_N} values, got N={N}")
-    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel takes neighbouring columns
+    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel assumes stride 1 in a row
     mean = torch.empty(M, device=x.device, dtype=torch.float32)
     var = torch.empty(M, device=x.device, dtype=torch.float32)
-    num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # more for long rows
+    num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # long rows need more
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         row_mean_var_kernel[(M,)](
             x, mean, var, M, N, x.stride(0), BLOCK_N=BLOCK_N, num_warps=num_warps)
@@ -92,6 +93,7 @@ def section_20_2():
           torch.allclose(var, oracle_var_biased, atol=1e-5))
     print("var allclose to x.var(unbiased=True) [WRONG comparison]?",
           torch.allclose(var, oracle_var_unbiased, atol=1e-5))
+    # For worked_examples:
     return mean, var, oracle_mean, oracle_var_biased, oracle_var_unbiased
 
 
@@ -111,8 +113,8 @@ def worked_examples(mean, var, oracle_mean, oracle_var_biased, oracle_var_unbias
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worked-examples", action="store_true", help="print these as well")
-    # In a notebook's cell, where there is no __file__, sys.argv is the notebook's own.
+    parser.add_argument("--worked-examples", action="store_true", help="print the examples too")
+    # Pasted into a notebook there is no __file__, and sys.argv is not for this script.
     arguments = parser.parse_args(sys.argv[1:] if "__file__" in globals() else [])
     if INTERPRET:
         print("running in Triton's interpreter, on the CPU", file=sys.stderr)

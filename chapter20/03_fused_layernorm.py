@@ -3,7 +3,7 @@
     python chapter20/03_fused_layernorm.py [--worked-examples]
 
 layernorm_forward_kernel reads a row once, normalizes it and writes it once. Its buggy twin adds
-eps outside the square root: right on typical rows, 283 times too large on a near-constant row.
+eps outside the square root. Typical rows do not show it; near-constant rows come out too large.
 """
 
 import argparse
@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 
 @triton.jit
 def layernorm_forward_kernel(
-    x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
+        x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
     # x (M, N), gamma (N,), beta (N,) and out (M, N) are float32. A program computes one row.
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride_m passes 2**31 in a large tensor
     cols = tl.arange(0, BLOCK_N)
@@ -35,7 +35,7 @@ def layernorm_forward_kernel(
     row_ptr = x_ptr + row * stride_m
     x = tl.load(row_ptr + cols, mask=mask, other=0.0)
     mean = tl.sum(x, axis=0) / N
-    # Lanes past the row hold 0, not the mean: without the mask, each would add mean**2 to var.
+    # Past the row, x is 0: without the mask, each position there would add mean**2 to the sum.
     diff = tl.where(mask, x - mean, 0.0)
     var = tl.sum(diff * diff, axis=0) / N
     inv_std = 1.0 / tl.sqrt(var + eps)
@@ -49,7 +49,7 @@ def layernorm_forward_kernel(
 
 @triton.jit
 def layernorm_forward_kernel_wrong_eps(
-    x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
+        x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
     # x (M, N), gamma (N,), beta (N,) and out (M, N) are float32. A program computes one row.
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride_m passes 2**31 in a large tensor
     cols = tl.arange(0, BLOCK_N)
@@ -57,7 +57,7 @@ def layernorm_forward_kernel_wrong_eps(
     row_ptr = x_ptr + row * stride_m
     x = tl.load(row_ptr + cols, mask=mask, other=0.0)
     mean = tl.sum(x, axis=0) / N
-    # Lanes past the row hold 0, not the mean: without the mask, each would add mean**2 to var.
+    # Past the row, x is 0: without the mask, each position there would add mean**2 to the sum.
     diff = tl.where(mask, x - mean, 0.0)
     var = tl.sum(diff * diff, axis=0) / N
     inv_std = 1.0 / (tl.sqrt(var) + eps)  # BUG: eps is outside the square root
@@ -73,30 +73,30 @@ def check(name, tensor, shape, device):
     """Raise ValueError unless tensor is dense float32 of this shape ("M": any size) on device."""
     got = type(tensor)
     if isinstance(tensor, torch.Tensor):
-        dense = tensor.layout == torch.strided and not tensor.is_neg()
-        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, dense: {dense}"
-        same_device = device in (tensor.device, tensor.device.type)
-        if dense and tensor.dtype == torch.float32 and same_device and tensor.dim() == len(shape):
-            if all(n in (size, str(n)) for n, size in zip(shape, tensor.shape, strict=True)):
-                return
-    raise ValueError(f"expected {name} torch.float32 {shape} on {device}, dense: True; got {got}")
+        layout = "a negated view" if tensor.is_neg() else tensor.layout
+        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {layout}"
+        fits = tensor.device == device or tensor.device.type == device
+        fits = fits and (tensor.dtype, layout) == (torch.float32, torch.strided)
+        fits = fits and tensor.dim() == len(shape)
+        if fits and all(isinstance(n, str) or n == size for n, size in zip(shape, tensor.shape)):
+            return
+    raise ValueError(f"{name} must be dense float32 {shape} on {device}, not {got}")
 
 
 def triton_layernorm(x, gamma, beta, eps=1e-5, kernel=layernorm_forward_kernel):
     """LayerNorm over the last dimension of x, in one launch (Section 20.3).
 
-    x (M, N), gamma (N,) and beta (N,) are float32, of any strides, N from 1 to 2**20; the result
-    is (M, N). Rows of more than 32768 values do not fit the registers and are slow.
-    Raises ValueError for other tensors.
+    x (M, N), gamma (N,), beta (N,) and the result (M, N) are float32, N from 1 to 2**20 (Triton's
+    limit). What is strided along a row is copied first. Raises ValueError for other tensors.
     """
     check("x", x, ("M", "N"), DEVICE)
     M, N = x.shape
     check("gamma", gamma, (N,), x.device)
     check("beta", beta, (N,), x.device)
     BLOCK_N = triton.next_power_of_2(N)
-    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel takes neighbouring columns
+    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel assumes stride 1 in a row
     out = torch.empty((M, N), device=x.device, dtype=torch.float32)
-    num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # more for long rows
+    num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # long rows need more
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         kernel[(M,)](
             x, gamma.contiguous(), beta.contiguous(), out, M, N, x.stride(0), eps,
@@ -140,13 +140,16 @@ def section_20_3():
     print("near-constant row: correct allclose?",
           torch.allclose(correct_flat, oracle_flat, atol=1e-4),
           " wrong-eps allclose?", torch.allclose(wrong_flat, oracle_flat, atol=1e-4))
-    return (oracle, out, oracle_typical, correct_typical, wrong_typical,
-            oracle_flat, correct_flat, wrong_flat)
+    # For worked_examples:
+    return ((oracle, out), (oracle_typical, correct_typical, wrong_typical),
+            (oracle_flat, correct_flat, wrong_flat))
 
 
-def worked_examples(
-    oracle, out, oracle_typical, correct_typical, wrong_typical,
-    oracle_flat, correct_flat, wrong_flat):
+def worked_examples(fused, typical, flat):
+    oracle, out = fused
+    oracle_typical, correct_typical, wrong_typical = typical
+    oracle_flat, correct_flat, wrong_flat = flat
+
     print("\n=== Worked Example 20.3.1 ===")
     print("allclose to nn.LayerNorm?", torch.allclose(out, oracle, atol=1e-4))
     print("max abs diff:", (out - oracle).abs().max().item())
@@ -168,8 +171,8 @@ def worked_examples(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worked-examples", action="store_true", help="print these as well")
-    # In a notebook's cell, where there is no __file__, sys.argv is the notebook's own.
+    parser.add_argument("--worked-examples", action="store_true", help="print the examples too")
+    # Pasted into a notebook there is no __file__, and sys.argv is not for this script.
     arguments = parser.parse_args(sys.argv[1:] if "__file__" in globals() else [])
     if INTERPRET:
         print("running in Triton's interpreter, on the CPU", file=sys.stderr)

@@ -1,8 +1,6 @@
-"""Section 20.4: complete runnable code, Sections 20.1 to 20.3 in one file.
+"""Section 20.4: complete runnable code, Sections 20.1 to 20.3 in the book's order.
 
     python chapter20/04_standalone_complete.py
-
-Each section has its kernel, its wrapper and its check against torch, in the order of the book.
 """
 
 import os
@@ -26,9 +24,9 @@ except ModuleNotFoundError as error:
 # Section 20.1: linear + bias + GELU in one kernel
 @triton.jit
 def fused_linear_gelu_kernel(
-    a_ptr, b_ptr, bias_ptr, c_ptr, M, N, K,
-    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+        a_ptr, b_ptr, bias_ptr, c_ptr, M, N, K,
+        stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     # a (M, K), b (K, N), bias (N,) and c (M, N) are float32. A program computes one tile of c.
     pid_m = tl.program_id(0).to(tl.int64)  # int64: index * stride passes 2**31 in a large tensor
     pid_n = tl.program_id(1).to(tl.int64)
@@ -44,7 +42,7 @@ def fused_linear_gelu_kernel(
         b_mask = (ks[:, None] < K) & (cols[None, :] < N)
         a = tl.load(a_ptrs, mask=a_mask, other=0.0)
         b = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        acc += tl.dot(a, b, input_precision="ieee")  # NVIDIA's default, TF32, has 10-bit mantissas
+        acc += tl.dot(a, b, input_precision="ieee")  # NVIDIA's default, TF32, rounds to 10 bits
 
     # The epilogue: acc is still in registers, and nothing has been stored yet.
     bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
@@ -61,34 +59,35 @@ def check(name, tensor, shape, device):
     """Raise ValueError unless tensor is dense float32 of this shape ("M": any size) on device."""
     got = type(tensor)
     if isinstance(tensor, torch.Tensor):
-        dense = tensor.layout == torch.strided and not tensor.is_neg()
-        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, dense: {dense}"
-        same_device = device in (tensor.device, tensor.device.type)
-        if dense and tensor.dtype == torch.float32 and same_device and tensor.dim() == len(shape):
-            if all(n in (size, str(n)) for n, size in zip(shape, tensor.shape, strict=True)):
-                return
-    raise ValueError(f"expected {name} torch.float32 {shape} on {device}, dense: True; got {got}")
+        layout = "a negated view" if tensor.is_neg() else tensor.layout
+        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {layout}"
+        fits = tensor.device == device or tensor.device.type == device
+        fits = fits and (tensor.dtype, layout) == (torch.float32, torch.strided)
+        fits = fits and tensor.dim() == len(shape)
+        if fits and all(isinstance(n, str) or n == size for n, size in zip(shape, tensor.shape)):
+            return
+    raise ValueError(f"{name} must be dense float32 {shape} on {device}, not {got}")
 
 
 def fused_linear_gelu(x, weight, bias, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):
     """gelu(x @ weight.T + bias) with the exact (erf) GELU, in one launch (Section 20.1).
 
-    x (M, K), weight (N, K), bias (N,) and the result (M, N) are float32, of any strides. The
-    blocks are powers of two, at least 16. Raises ValueError for other tensors and for too large N.
+    x (M, K), weight (N, K), bias (N,) and the result (M, N) are float32. Blocks are powers of two,
+    on a GPU at least 16. Raises ValueError for other tensors, or if N has more than 65535 blocks.
     """
     check("x", x, ("M", "K"), DEVICE)
     M, K = x.shape
     check("weight", weight, ("N", K), x.device)
     N = weight.shape[0]
     check("bias", bias, (N,), x.device)
-    w_t = weight.t()  # a view, not a copy: copying would be a second launch
+    w_t = weight.t()  # a view: the book's copy is a second launch
     out = torch.empty((M, N), device=x.device, dtype=torch.float32)
     grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))
     if grid[1] > 65535:
         raise ValueError(f"N={N} needs more than 65535 tiles of BLOCK_N={BLOCK_N}, CUDA's limit")
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         fused_linear_gelu_kernel[grid](
-            x, w_t, bias.contiguous(), out, M, N, K,
+            x, w_t, bias.contiguous(), out, M, N, K,  # the kernel assumes stride 1 in bias
             x.stride(0), x.stride(1), w_t.stride(0), w_t.stride(1), out.stride(0), out.stride(1),
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K)
     return out
@@ -117,7 +116,7 @@ def row_mean_var_kernel(x_ptr, mean_ptr, var_ptr, M, N, stride_m, BLOCK_N: tl.co
     row_ptr = x_ptr + row * stride_m
     x = tl.load(row_ptr + cols, mask=mask, other=0.0)
     mean = tl.sum(x, axis=0) / N
-    # Lanes past the row hold 0, not the mean: without the mask, each would add mean**2 to var.
+    # Past the row, x is 0: without the mask, each position there would add mean**2 to the sum.
     diff = tl.where(mask, x - mean, 0.0)
     var = tl.sum(diff * diff, axis=0) / N  # biased: over N, as in LayerNorm, not over N - 1
     tl.store(mean_ptr + row, mean)
@@ -143,7 +142,7 @@ def section_20_2():
 # Section 20.3: LayerNorm, and the eps-placement trap
 @triton.jit
 def layernorm_forward_kernel(
-    x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
+        x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
     # x (M, N), gamma (N,), beta (N,) and out (M, N) are float32. A program computes one row.
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride_m passes 2**31 in a large tensor
     cols = tl.arange(0, BLOCK_N)
@@ -151,7 +150,7 @@ def layernorm_forward_kernel(
     row_ptr = x_ptr + row * stride_m
     x = tl.load(row_ptr + cols, mask=mask, other=0.0)
     mean = tl.sum(x, axis=0) / N
-    # Lanes past the row hold 0, not the mean: without the mask, each would add mean**2 to var.
+    # Past the row, x is 0: without the mask, each position there would add mean**2 to the sum.
     diff = tl.where(mask, x - mean, 0.0)
     var = tl.sum(diff * diff, axis=0) / N
     inv_std = 1.0 / tl.sqrt(var + eps)
@@ -165,7 +164,7 @@ def layernorm_forward_kernel(
 
 @triton.jit
 def layernorm_forward_kernel_wrong_eps(
-    x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
+        x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
     # x (M, N), gamma (N,), beta (N,) and out (M, N) are float32. A program computes one row.
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride_m passes 2**31 in a large tensor
     cols = tl.arange(0, BLOCK_N)
@@ -173,7 +172,7 @@ def layernorm_forward_kernel_wrong_eps(
     row_ptr = x_ptr + row * stride_m
     x = tl.load(row_ptr + cols, mask=mask, other=0.0)
     mean = tl.sum(x, axis=0) / N
-    # Lanes past the row hold 0, not the mean: without the mask, each would add mean**2 to var.
+    # Past the row, x is 0: without the mask, each position there would add mean**2 to the sum.
     diff = tl.where(mask, x - mean, 0.0)
     var = tl.sum(diff * diff, axis=0) / N
     inv_std = 1.0 / (tl.sqrt(var) + eps)  # BUG: eps is outside the square root
@@ -192,9 +191,9 @@ def _run_layernorm(x, gamma, beta, eps, kernel):
     check("gamma", gamma, (N,), x.device)
     check("beta", beta, (N,), x.device)
     BLOCK_N = triton.next_power_of_2(N)
-    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel takes neighbouring columns
+    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel assumes stride 1 in a row
     out = torch.empty((M, N), device=x.device, dtype=torch.float32)
-    num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # more for long rows
+    num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # long rows need more
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         kernel[(M,)](
             x, gamma.contiguous(), beta.contiguous(), out, M, N, x.stride(0), eps,

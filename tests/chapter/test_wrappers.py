@@ -288,43 +288,44 @@ WRAPPERS = {
     NORM: layernorm.triton_layernorm,
 }
 G = tensor(12)
+D = f" on {DEVICE}, not"
 REFUSED = [
     # Each argument's dtype, rank, size, device, layout; what is no tensor; None.
-    (LINEAR, (X.half(), W, B), "x torch.float32 ('M', 'K') on D, ...; got torch.float16 (20, 12)"),
-    (LINEAR, (X, W.double(), B), "weight torch.float32 ('N', 12) on ...; got torch.float64"),
-    (LINEAR, (X, W, B.bfloat16()), "bias torch.float32 (16,) on ...; got torch.bfloat16 (16,)"),
-    (LINEAR, (X[0], W, B), "x ...; got torch.float32 (12,)"),
-    (LINEAR, (X[None], W, B), "x ...; got torch.float32 (1, 20, 12)"),
-    (LINEAR, (X, W[0], B), "weight ...; got torch.float32 (12,)"),
-    (LINEAR, (X, W.T, B), "weight ...; got torch.float32 (12, 16)"),
-    (LINEAR, (X, W, B[:15]), "bias ...; got torch.float32 (15,)"),
-    (LINEAR, (X, W, tensor(1)), "bias ...; got torch.float32 (1,)"),
-    (LINEAR, (X, W, tensor(16, 1)), "bias ...; got torch.float32 (16, 1)"),
-    (LINEAR, (X.to(OTHER), W, B), f"x ... on {DEVICE}, ...; got torch.float32 (20, 12) on {OTHER}"),
-    (LINEAR, (X, W.to(OTHER), B), f"weight ...; got torch.float32 (16, 12) on {OTHER}"),
-    (LINEAR, (X, W, B.to(OTHER)), f"bias ...; got torch.float32 (16,) on {OTHER}"),
-    (LINEAR, (X, W, None), "bias ...; got <class 'NoneType'>"),
-    (LINEAR, ([[0.0]], W, B), "x ...; got <class 'list'>"),
-    (LINEAR, (X, W.to_sparse(), B), "weight ... dense: True; got ... dense: False"),
-    (LINEAR, (X, W, torch._neg_view(B)), "bias ... dense: True; got ... dense: False"),
-    (ROWS, (X.half(),), "x ...; got torch.float16"),
-    (ROWS, (X[0],), "x ...; got torch.float32 (12,)"),
-    (ROWS, (X.to(OTHER),), f"x ...; got torch.float32 (20, 12) on {OTHER}"),
-    (ROWS, (None,), "x ...; got <class 'NoneType'>"),
-    (ROWS, (X, 8), "rows of 1 to BLOCK_N=8 values, got N=12"),
-    (ROWS, (tensor(3, 0),), "rows of 1 to BLOCK_N=0 values, got N=0"),
-    (ROWS, (tensor(3, 0), 16), "rows of 1 to BLOCK_N=16 values, got N=0"),
-    (NORM, (X.double(), G, G), "x ...; got torch.float64"),
-    (NORM, (X[0], G, G), "x ...; got torch.float32 (12,)"),
-    (NORM, (X.to(OTHER), G, G), f"x ...; got torch.float32 (20, 12) on {OTHER}"),
-    (NORM, (X, G.half(), G), "gamma torch.float32 (12,) on ...; got torch.float16"),
-    (NORM, (X, G, G.half()), "beta torch.float32 (12,) on ...; got torch.float16"),
-    (NORM, (X, tensor(20), G), "gamma ...; got torch.float32 (20,)"),
-    (NORM, (X, G, tensor(1)), "beta ...; got torch.float32 (1,)"),
-    (NORM, (X, G.to(OTHER), G), f"gamma ...; got torch.float32 (12,) on {OTHER}"),
-    (NORM, (X, G, G.to(OTHER)), f"beta ...; got torch.float32 (12,) on {OTHER}"),
-    (NORM, (X, None, G), "gamma ...; got <class 'NoneType'>"),
-    (NORM, (X, G, None), "beta ...; got <class 'NoneType'>"),
+    (LINEAR, (X.half(), W, B), f"x must be dense float32 ('M', 'K'){D} torch.float16 (20, 12)"),
+    (LINEAR, (X, W.double(), B), "weight must be dense float32 ('N', 12) ... torch.float64"),
+    (LINEAR, (X, W, B.bfloat16()), "bias must be dense float32 (16,) ... torch.bfloat16 (16,)"),
+    (LINEAR, (X[0], W, B), "x ... not torch.float32 (12,)"),
+    (LINEAR, (X[None], W, B), "x ... not torch.float32 (1, 20, 12)"),
+    (LINEAR, (X, W[0], B), "weight ... not torch.float32 (12,)"),
+    (LINEAR, (X, W.T, B), "weight ... not torch.float32 (12, 16)"),
+    (LINEAR, (X, W, B[:15]), "bias ... not torch.float32 (15,)"),
+    (LINEAR, (X, W, tensor(1)), "bias ... not torch.float32 (1,)"),
+    (LINEAR, (X, W, tensor(16, 1)), "bias ... not torch.float32 (16, 1)"),
+    (LINEAR, (X.to(OTHER), W, B), f"x ...{D} torch.float32 (20, 12) on {OTHER}"),
+    (LINEAR, (X, W.to(OTHER), B), f"weight ... not torch.float32 (16, 12) on {OTHER}"),
+    (LINEAR, (X, W, B.to(OTHER)), f"bias ... not torch.float32 (16,) on {OTHER}"),
+    (LINEAR, (X, W, None), "bias ... not <class 'NoneType'>"),
+    (LINEAR, ([[0.0]], W, B), "x ... not <class 'list'>"),
+    (LINEAR, (X, W.to_sparse(), B), "weight ... torch.sparse_coo"),
+    (LINEAR, (X, W, torch._neg_view(B)), "bias ... a negated view"),
+    (ROWS, (X.half(),), "x ... not torch.float16"),
+    (ROWS, (X[0],), "x ... not torch.float32 (12,)"),
+    (ROWS, (X.to(OTHER),), f"x ... not torch.float32 (20, 12) on {OTHER}"),
+    (ROWS, (None,), "x ... not <class 'NoneType'>"),
+    (ROWS, (X, 8), "expected rows of 1 to BLOCK_N=8 values, got N=12"),
+    (ROWS, (tensor(3, 0),), "expected rows of 1 to BLOCK_N=0 values, got N=0"),
+    (ROWS, (tensor(3, 0), 16), "expected rows of 1 to BLOCK_N=16 values, got N=0"),
+    (NORM, (X.double(), G, G), "x ... not torch.float64"),
+    (NORM, (X[0], G, G), "x ... not torch.float32 (12,)"),
+    (NORM, (X.to(OTHER), G, G), f"x ... not torch.float32 (20, 12) on {OTHER}"),
+    (NORM, (X, G.half(), G), "gamma must be dense float32 (12,) ... torch.float16"),
+    (NORM, (X, G, G.half()), "beta must be dense float32 (12,) ... torch.float16"),
+    (NORM, (X, tensor(20), G), "gamma ... not torch.float32 (20,)"),
+    (NORM, (X, G, tensor(1)), "beta ... not torch.float32 (1,)"),
+    (NORM, (X, G.to(OTHER), G), f"gamma ... not torch.float32 (12,) on {OTHER}"),
+    (NORM, (X, G, G.to(OTHER)), f"beta ... not torch.float32 (12,) on {OTHER}"),
+    (NORM, (X, None, G), "gamma ... not <class 'NoneType'>"),
+    (NORM, (X, G, None), "beta ... not <class 'NoneType'>"),
 ]
 
 
@@ -332,8 +333,7 @@ REFUSED = [
     "wrapper, arguments, message", REFUSED, ids=[f"{w}: {m}" for w, _, m in REFUSED]
 )
 def test_a_wrapper_refuses(launches, wrapper, arguments, message):
-    pattern = ".*".join(map(re.escape, message.replace(" on D", " on " + DEVICE).split("...")))
-    with pytest.raises(ValueError, match=f"^expected {pattern}"):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, message.split("...")))):
         WRAPPERS[wrapper](*arguments)
     assert launches == []
 
@@ -373,5 +373,5 @@ def test_on_a_gpu_that_is_not_the_current_one():
     assert_close(row_mean_var.row_mean_var(x)[0], x.double().cpu().mean(dim=-1))
     out = layernorm.triton_layernorm(x, bias, bias)
     assert_close(out, exact_layernorm(x, bias, bias, EPS), 1e-5)
-    with pytest.raises(ValueError, match="weight .* on cuda:1, .*; got .* on cuda:0"):
+    with pytest.raises(ValueError, match="weight .* on cuda:1, not .* on cuda:0"):
         linear_gelu.fused_linear_gelu(x, weight.to("cuda:0"), bias)

@@ -47,12 +47,11 @@ def test_commands_name_what_there_is(document):
             assert any(word in name for _, name in TESTS), command
 
 
-def test_the_readmes_commands():
-    first, second, *others = (c for c in commands(README) if not c.startswith("PIP_"))
-    assert (first, second) == ("./run_all.sh", "./run_tests.sh") or "./run_tests.sh" in others
-    script = ROOT / "chapter20/01_fused_linear_gelu.py"
-    assert f"python {name_of(script)} --worked-examples" in commands(README)
-    assert "import torch; print(torch.cuda.is_available())" in README
+def test_the_readme_has_the_two_commands():
+    assert [c for c in commands(README) if re.fullmatch(r"\./run_\w+\.sh", c)][:2] == [
+        "./run_all.sh",
+        "./run_tests.sh",
+    ]
 
 
 @every_document
@@ -74,16 +73,13 @@ def test_the_readme_shows_04s_output_and_a_run_of_todays_form():
 
 def test_the_map_names_each_script_kernel_worked_example_and_question():
     rows = re.findall(r"^\| (20\.\d .*) \|$", README, re.MULTILINE)
-    assert len(rows) == len(SCRIPTS)
     for row, script in zip(rows, SCRIPTS, strict=True):
-        assert f"({name_of(script)})" in row
         source = script.read_text()
-        kernels = re.findall(r"def (\w*kernel(?:_buggy|_wrong)?\w*)\(", source)
-        if not script.name.startswith("04"):
+        assert f"({name_of(script)})" in row
+        assert re.findall(r"20\.\d\.\d", row) == re.findall(r"Example (20\.\d\.\d)", source)
+        if script.name[:2] != "04":
+            kernels = re.findall(r"^@triton.jit\ndef (\w+)", source, re.MULTILINE)
             assert [k for k in kernels if f"`{k}`" not in row and "probe" not in k] == []
-        examples = re.findall(r"=== Worked Example (20\.\d\.\d) ===", source)
-        assert re.findall(r"20\.\d\.\d", row) == examples
-    assert re.findall(r"\| (\d), (\d) \|$|\| (\d) \|$", "\n".join(rows)) is not None
     questions = "".join(row.rpartition("|")[2] for row in rows)
     assert re.findall(r"\d", questions) == ["1", "2", "3", "4", "5"]
     for number in range(1, 6):
@@ -105,9 +101,10 @@ def test_there_is_an_exercise_for_each_self_check_question():
 def test_exercise(number, script, diff, outcome, tmp_path):
     (path,) = [s for s in SCRIPTS if s.name.startswith(script)]
     source = path.read_text()
-    for old, new in re.findall(r"^-(.*)\n\+(.*)\n", diff, re.MULTILINE):
-        assert f"{old}\n" in source
-        source = source.replace(f"{old}\n", f"{new}\n", 1)
+    for removed, added in re.findall(r"^((?:-.*\n)+)((?:\+.*\n)+)", diff, re.MULTILINE):
+        old, new = (re.sub("^.", "", lines, flags=re.MULTILINE) for lines in (removed, added))
+        assert old in source
+        source = source.replace(old, new, 1)
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "tests", "beyond"))
     (checkout / name_of(path)).write_text(source)
