@@ -132,7 +132,7 @@ def eps(fig):
     typical = draw(4, 8, seed=1)
     steps = torch.tensor([1.0, -1.0, 2.0, 0.0, -2.0, 1.0, 0.0, -1.0])
     near_constant = 5.0 + 1e-6 * steps[None, :]
-    eps = torch.nn.LayerNorm(8).eps
+    epsilon = torch.nn.LayerNorm(8).eps
     kernels = {
         "correct": layernorm.layernorm_forward_kernel,
         "wrong": layernorm.layernorm_forward_kernel_wrong_eps,
@@ -142,9 +142,9 @@ def eps(fig):
         x = x.to(DEVICE)
         gamma, beta = torch.ones(8, device=DEVICE), torch.zeros(8, device=DEVICE)
         result = {"var": x.double().var(dim=-1, unbiased=False).cpu().numpy()}
-        oracle = layer_norm(x.double(), x.shape[1:], eps=eps)
+        oracle = layer_norm(x.double(), x.shape[1:], eps=epsilon)
         for name, kernel in kernels.items():
-            out = layernorm.triton_layernorm(x, gamma, beta, eps, kernel)
+            out = layernorm.triton_layernorm(x, gamma, beta, epsilon, kernel)
             result[name] = (out - oracle).abs().amax(dim=-1).cpu().numpy()
         return result
 
@@ -153,8 +153,8 @@ def eps(fig):
     scan = variance_and_errors(torch.logspace(-7, 1, 33)[:, None] * steps / std)
 
     def formula(var):  # wrong = correct * ratio, so the error is the largest correct * |ratio - 1|
-        correct = steps.max().item() / std.item() * np.sqrt(var / (var + eps))
-        ratio = np.sqrt(var + eps) / (np.sqrt(var) + eps)
+        correct = steps.max().item() / std.item() * np.sqrt(var / (var + epsilon))
+        ratio = np.sqrt(var + epsilon) / (np.sqrt(var) + epsilon)
         return correct * np.abs(ratio - 1)
 
     frame(fig, 4.2, "eps outside the square root: typical rows hide it, near-constant ones do not")
@@ -180,8 +180,8 @@ def eps(fig):
         ax.annotate(f"{at[1]:.2g}", at, (6, above), textcoords="offset points")
     ax.axhline(1e-4, color="black", ls=":", lw=1.2)
     ax.text(1.5e-14, 1.6e-4, "atol = 1e-4: the check fails above, passes below", fontsize=8.5)
-    ax.axvline(eps, color="black", ls="-.", lw=0.8)
-    ax.text(eps * 1.4, 3, "var = eps", fontsize=8.5)
+    ax.axvline(epsilon, color="black", ls="-.", lw=0.8)
+    ax.text(epsilon * 1.4, 3, "var = eps", fontsize=8.5)
     ax.text(0.08, 1.2e-6, "at var = 1/4 they agree", ha="right", fontsize=8.5)
     powers_of_ten(ax.xaxis, 2)
     powers_of_ten(ax.yaxis, 2)

@@ -13,7 +13,6 @@ import sys
 try:
     import numpy  # noqa: F401 (Triton's interpreter needs it)
     import torch
-
     # Without a GPU, Triton interprets the kernels. It reads this variable when it is imported.
     INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     INTERPRET = INTERPRET or not torch.cuda.is_available()
@@ -35,7 +34,6 @@ def fused_linear_gelu_kernel(
     pid_n = tl.program_id(1).to(tl.int64)
     rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k0 in range(0, K, BLOCK_K):
         ks = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -68,7 +66,6 @@ def fused_linear_gelu_kernel_buggy_bias_axis(
     pid_n = tl.program_id(1).to(tl.int64)
     rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k0 in range(0, K, BLOCK_K):
         ks = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -97,21 +94,22 @@ def check(name, tensor, shape, device):
     if isinstance(tensor, torch.Tensor):
         layout = "a negated view" if tensor.is_neg() else tensor.layout
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {layout}"
-        fits = tensor.device == device or tensor.device.type == device
-        fits = fits and (tensor.dtype, layout) == (torch.float32, torch.strided)
-        fits = fits and tensor.dim() == len(shape)
-        if fits and all(isinstance(n, str) or n == size for n, size in zip(shape, tensor.shape)):
+        same_device = tensor.device == device or tensor.device.type == device
+        sizes = [n if isinstance(n, int) else s for n, s in zip(shape, tensor.shape, strict=False)]
+        if (tensor.dtype == torch.float32 and layout == torch.strided and same_device
+                and tensor.dim() == len(shape) and list(tensor.shape) == sizes):
             return
     raise ValueError(f"{name} must be dense float32 {shape} on {device}, not {got}")
 
 
 def fused_linear_gelu(
-        x, weight, bias, kernel=fused_linear_gelu_kernel, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):
+        x, weight, bias, kernel=fused_linear_gelu_kernel,
+        BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):  # tl.dot's minimum on a GPU
     """gelu(x @ weight.T + bias) with the exact (erf) GELU, in one launch (Section 20.1).
 
     x (M, K), weight (N, K), bias (N,) and the result (M, N) are float32; a strided bias is copied
-    first. Blocks are powers of two, on a GPU at least 16. Raises ValueError for other tensors, or
-    if N has more than 65535 blocks.
+    first. No gradient flows through it. Blocks are powers of two, on a GPU at least 16. Raises
+    ValueError for other tensors, or if N has more than 65535 blocks.
     """
     check("x", x, ("M", "K"), DEVICE)
     M, K = x.shape
@@ -123,8 +121,8 @@ def fused_linear_gelu(
         bias = torch.nn.functional.pad(bias, (0, M))[:N]  # zeros for it to read past the end
     out = torch.empty((M, N), device=x.device, dtype=torch.float32)
     grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))
-    if grid[1] > 65535:
-        raise ValueError(f"N={N} needs more than 65535 tiles of BLOCK_N={BLOCK_N}, CUDA's limit")
+    if min(BLOCK_M, BLOCK_N, BLOCK_K) < 1 or grid[1] > 65535:  # CUDA's limit
+        raise ValueError(f"N={N} has no grid of tiles {BLOCK_M, BLOCK_N, BLOCK_K}: take others")
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         kernel[grid](
             x, w_t, bias.contiguous(), out, M, N, K,  # the kernel assumes stride 1 in bias

@@ -13,7 +13,6 @@ import sys
 try:
     import numpy  # noqa: F401 (Triton's interpreter needs it)
     import torch
-
     # Without a GPU, Triton interprets the kernels. It reads this variable when it is imported.
     INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     INTERPRET = INTERPRET or not torch.cuda.is_available()
@@ -47,10 +46,10 @@ def check(name, tensor, shape, device):
     if isinstance(tensor, torch.Tensor):
         layout = "a negated view" if tensor.is_neg() else tensor.layout
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {layout}"
-        fits = tensor.device == device or tensor.device.type == device
-        fits = fits and (tensor.dtype, layout) == (torch.float32, torch.strided)
-        fits = fits and tensor.dim() == len(shape)
-        if fits and all(isinstance(n, str) or n == size for n, size in zip(shape, tensor.shape)):
+        same_device = tensor.device == device or tensor.device.type == device
+        sizes = [n if isinstance(n, int) else s for n, s in zip(shape, tensor.shape, strict=False)]
+        if (tensor.dtype == torch.float32 and layout == torch.strided and same_device
+                and tensor.dim() == len(shape) and list(tensor.shape) == sizes):
             return
     raise ValueError(f"{name} must be dense float32 {shape} on {device}, not {got}")
 
@@ -59,16 +58,16 @@ def row_mean_var(x, BLOCK_N=None):
     """Mean and biased variance of each row of x, in one launch (Section 20.2).
 
     x (M, N) is float32; if its columns are strided, it is copied first. Returns mean (M,) and
-    var (M,), float32. BLOCK_N is a power of two from N to 2**20, by default the smallest. Raises
-    ValueError for another x, for N = 0, and for a BLOCK_N that does not cover the row.
+    var (M,), float32; no gradient flows through them. BLOCK_N is a power of two from N to 2**20,
+    by default the smallest. Raises ValueError for another x, and unless 0 < N <= BLOCK_N <= 2**20.
     """
     check("x", x, ("M", "N"), DEVICE)
     M, N = x.shape
     if BLOCK_N is None:
         BLOCK_N = triton.next_power_of_2(N)
-    if not 0 < N <= BLOCK_N:
-        raise ValueError(f"expected rows of 1 to BLOCK_N={BLOCK_N} values, got N={N}")
-    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel assumes stride 1 in a row
+    if not 0 < N <= BLOCK_N <= 2**20:  # Triton's limit
+        raise ValueError(f"expected 0 < N <= BLOCK_N <= 2**20, got N={N}, BLOCK_N={BLOCK_N}")
+    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel reads x with stride 1
     mean = torch.empty(M, device=x.device, dtype=torch.float32)
     var = torch.empty(M, device=x.device, dtype=torch.float32)
     num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # long rows need more

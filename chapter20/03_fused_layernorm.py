@@ -13,7 +13,6 @@ import sys
 try:
     import numpy  # noqa: F401 (Triton's interpreter needs it)
     import torch
-
     # Without a GPU, Triton interprets the kernels. It reads this variable when it is imported.
     INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     INTERPRET = INTERPRET or not torch.cuda.is_available()
@@ -75,10 +74,10 @@ def check(name, tensor, shape, device):
     if isinstance(tensor, torch.Tensor):
         layout = "a negated view" if tensor.is_neg() else tensor.layout
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {layout}"
-        fits = tensor.device == device or tensor.device.type == device
-        fits = fits and (tensor.dtype, layout) == (torch.float32, torch.strided)
-        fits = fits and tensor.dim() == len(shape)
-        if fits and all(isinstance(n, str) or n == size for n, size in zip(shape, tensor.shape)):
+        same_device = tensor.device == device or tensor.device.type == device
+        sizes = [n if isinstance(n, int) else s for n, s in zip(shape, tensor.shape, strict=False)]
+        if (tensor.dtype == torch.float32 and layout == torch.strided and same_device
+                and tensor.dim() == len(shape) and list(tensor.shape) == sizes):
             return
     raise ValueError(f"{name} must be dense float32 {shape} on {device}, not {got}")
 
@@ -86,20 +85,23 @@ def check(name, tensor, shape, device):
 def triton_layernorm(x, gamma, beta, eps=1e-5, kernel=layernorm_forward_kernel):
     """LayerNorm over the last dimension of x, in one launch (Section 20.3).
 
-    x (M, N), gamma (N,), beta (N,) and the result (M, N) are float32, N from 1 to 2**20 (Triton's
-    limit). What is strided along a row is copied first. Raises ValueError for other tensors.
+    x (M, N), gamma (N,), beta (N,) and the result (M, N) are float32; what is strided along a row
+    is copied first. No gradient flows through it. Rows of over 16384 values spill from registers.
+    Raises ValueError for other tensors, for N = 0 and for N over 2**20.
     """
     check("x", x, ("M", "N"), DEVICE)
     M, N = x.shape
     check("gamma", gamma, (N,), x.device)
     check("beta", beta, (N,), x.device)
     BLOCK_N = triton.next_power_of_2(N)
-    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel assumes stride 1 in a row
+    if not 0 < N <= 2**20:  # Triton's limit
+        raise ValueError(f"expected rows of 1 to 2**20 values, got x {tuple(x.shape)}")
+    x = x if x.stride(1) == 1 else x.contiguous()  # it reads x, gamma, beta with stride 1
     out = torch.empty((M, N), device=x.device, dtype=torch.float32)
     num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # long rows need more
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         kernel[(M,)](
-            x, gamma.contiguous(), beta.contiguous(), out, M, N, x.stride(0), eps,
+            x, gamma.contiguous(), beta.contiguous(), out, M, N, x.stride(0), float(eps),
             BLOCK_N=BLOCK_N, num_warps=num_warps)
     return out
 

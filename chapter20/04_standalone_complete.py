@@ -9,7 +9,6 @@ import sys
 try:
     import numpy  # noqa: F401 (Triton's interpreter needs it)
     import torch
-
     # Without a GPU, Triton interprets the kernels. It reads this variable when it is imported.
     INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     INTERPRET = INTERPRET or not torch.cuda.is_available()
@@ -21,7 +20,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 
 
-# Section 20.1: linear + bias + GELU in one kernel
+# 20.1 Fusing an Epilogue Into a Matmul: Linear + Bias + GELU in One Kernel
 @triton.jit
 def fused_linear_gelu_kernel(
         a_ptr, b_ptr, bias_ptr, c_ptr, M, N, K,
@@ -32,7 +31,6 @@ def fused_linear_gelu_kernel(
     pid_n = tl.program_id(1).to(tl.int64)
     rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k0 in range(0, K, BLOCK_K):
         ks = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -61,19 +59,19 @@ def check(name, tensor, shape, device):
     if isinstance(tensor, torch.Tensor):
         layout = "a negated view" if tensor.is_neg() else tensor.layout
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, {layout}"
-        fits = tensor.device == device or tensor.device.type == device
-        fits = fits and (tensor.dtype, layout) == (torch.float32, torch.strided)
-        fits = fits and tensor.dim() == len(shape)
-        if fits and all(isinstance(n, str) or n == size for n, size in zip(shape, tensor.shape)):
+        same_device = tensor.device == device or tensor.device.type == device
+        sizes = [n if isinstance(n, int) else s for n, s in zip(shape, tensor.shape, strict=False)]
+        if (tensor.dtype == torch.float32 and layout == torch.strided and same_device
+                and tensor.dim() == len(shape) and list(tensor.shape) == sizes):
             return
     raise ValueError(f"{name} must be dense float32 {shape} on {device}, not {got}")
 
 
-def fused_linear_gelu(x, weight, bias, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):
+def fused_linear_gelu(x, weight, bias, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):  # tl.dot's minimum
     """gelu(x @ weight.T + bias) with the exact (erf) GELU, in one launch (Section 20.1).
 
-    x (M, K), weight (N, K), bias (N,) and the result (M, N) are float32. Blocks are powers of two,
-    on a GPU at least 16. Raises ValueError for other tensors, or if N has more than 65535 blocks.
+    x (M, K), weight (N, K), bias (N,) and the result (M, N) are float32, without gradient. Blocks
+    are powers of two. Raises ValueError for other tensors, or if N has more than 65535 blocks.
     """
     check("x", x, ("M", "K"), DEVICE)
     M, K = x.shape
@@ -83,8 +81,8 @@ def fused_linear_gelu(x, weight, bias, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16):
     w_t = weight.t()  # a view: the book's copy is a second launch
     out = torch.empty((M, N), device=x.device, dtype=torch.float32)
     grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))
-    if grid[1] > 65535:
-        raise ValueError(f"N={N} needs more than 65535 tiles of BLOCK_N={BLOCK_N}, CUDA's limit")
+    if min(BLOCK_M, BLOCK_N, BLOCK_K) < 1 or grid[1] > 65535:  # CUDA's limit
+        raise ValueError(f"N={N} has no grid of tiles {BLOCK_M, BLOCK_N, BLOCK_K}: take others")
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         fused_linear_gelu_kernel[grid](
             x, w_t, bias.contiguous(), out, M, N, K,  # the kernel assumes stride 1 in bias
@@ -106,7 +104,7 @@ def section_20_1():
     print("allclose to nn.Linear + gelu oracle?", torch.allclose(out, oracle, atol=1e-4))
 
 
-# Section 20.2: row-wise mean and variance
+# 20.2 Row-Wise Mean and Variance: LayerNorm's Reduction
 @triton.jit
 def row_mean_var_kernel(x_ptr, mean_ptr, var_ptr, M, N, stride_m, BLOCK_N: tl.constexpr):
     # x (M, N), mean (M,) and var (M,) are float32. A program computes one row.
@@ -131,15 +129,14 @@ def section_20_2():
     BLOCK_N = triton.next_power_of_2(N)
     mean, var = torch.empty(M, device=DEVICE), torch.empty(M, device=DEVICE)
     row_mean_var_kernel[(M,)](x.to(DEVICE), mean, var, M, N, x.stride(0), BLOCK_N=BLOCK_N)
-    mean, var = mean.cpu(), var.cpu()
-    print("mean allclose to x.mean(dim=-1)?", torch.allclose(mean, x.mean(dim=-1), atol=1e-5))
+    print("mean allclose to x.mean(dim=-1)?", torch.allclose(mean.cpu(), x.mean(dim=-1), atol=1e-5))
     print("var allclose to x.var(unbiased=False)?",
-          torch.allclose(var, x.var(dim=-1, unbiased=False), atol=1e-5))
+          torch.allclose(var.cpu(), x.var(dim=-1, unbiased=False), atol=1e-5))
     print("var allclose to x.var(unbiased=True) [WRONG comparison]?",
-          torch.allclose(var, x.var(dim=-1, unbiased=True), atol=1e-5))
+          torch.allclose(var.cpu(), x.var(dim=-1, unbiased=True), atol=1e-5))
 
 
-# Section 20.3: LayerNorm, and the eps-placement trap
+# 20.3 The Complete Fused LayerNorm Kernel, and the Eps-Placement Trap
 @triton.jit
 def layernorm_forward_kernel(
         x_ptr, gamma_ptr, beta_ptr, out_ptr, M, N, stride_m, eps, BLOCK_N: tl.constexpr):
@@ -191,12 +188,14 @@ def _run_layernorm(x, gamma, beta, eps, kernel):
     check("gamma", gamma, (N,), x.device)
     check("beta", beta, (N,), x.device)
     BLOCK_N = triton.next_power_of_2(N)
-    x = x if x.stride(1) == 1 else x.contiguous()  # the kernel assumes stride 1 in a row
+    if not 0 < N <= 2**20:  # Triton's limit
+        raise ValueError(f"expected rows of 1 to 2**20 values, got x {tuple(x.shape)}")
+    x = x if x.stride(1) == 1 else x.contiguous()  # it reads x, gamma, beta with stride 1
     out = torch.empty((M, N), device=x.device, dtype=torch.float32)
     num_warps = min(max(BLOCK_N // 512, 1), 16 if torch.version.hip else 32)  # long rows need more
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         kernel[(M,)](
-            x, gamma.contiguous(), beta.contiguous(), out, M, N, x.stride(0), eps,
+            x, gamma.contiguous(), beta.contiguous(), out, M, N, x.stride(0), float(eps),
             BLOCK_N=BLOCK_N, num_warps=num_warps)
     return out
 
@@ -242,6 +241,8 @@ def section_20_3():
 
 
 if __name__ == "__main__":
+    if "__file__" in globals() and sys.argv[1:]:  # pasted into a notebook, there is no __file__
+        sys.exit(f"04_standalone_complete.py takes no arguments, got {sys.argv[1:]}")
     if INTERPRET:
         print("running in Triton's interpreter, on the CPU", file=sys.stderr)
     section_20_1()

@@ -39,7 +39,8 @@ TARGETS = {
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SHARED_LIMIT = 64 * 1024  # bytes: every one of them has as much
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-# Beside what the sections launch: the longest rows that the registers hold.
+# Beside what the sections launch: the longest rows that the registers hold. (LayerNorm's rows of
+# 32768 spill 16 bytes on NVIDIA GPUs: gamma and beta take registers, too.)
 LONG = torch.empty(2, 16384)
 ALSO = {"row_mean_var": (torch.empty(2, 32768),), "triton_layernorm": (LONG, LONG[0], LONG[0])}
 

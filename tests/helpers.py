@@ -44,6 +44,7 @@ linear_gelu = load("chapter20/01_fused_linear_gelu.py")
 row_mean_var = load("chapter20/02_row_mean_var.py")
 layernorm = load("chapter20/03_fused_layernorm.py")
 complete = load("chapter20/04_standalone_complete.py")
+triton = complete.triton  # imported once the script had chosen the interpreter or the GPU
 DEVICE = complete.DEVICE
 INTERPRET = complete.INTERPRET
 
@@ -112,7 +113,7 @@ def sparse():
 
 
 def far_apart(axis):
-    """x, weight and bias, of which a 32-bit offset of the third row or column would be negative."""
+    """x, weight and bias, with an axis so long that 32-bit offsets in it would be negative."""
     x, weight, bias = matrix(3, 3, 0), matrix(3, 3, 1), vector(3, 2)
     far = sparse().as_strided((3, 3), (2**30, 1))
     if axis == "rows of x":
@@ -206,7 +207,7 @@ def buggy(x, weight, bias, tail=0.0):
     buffer = torch.full((max(M, N),), tail, device=DEVICE)
     buffer[:N] = bias
     out, w_t = torch.empty(M, N, device=DEVICE), weight.t()
-    grid = (-(-M // 16), -(-N // 16))
+    grid = (triton.cdiv(M, 16), triton.cdiv(N, 16))
     strides = *x.stride(), *w_t.stride(), *out.stride()
     linear_gelu.fused_linear_gelu_kernel_buggy_bias_axis[grid](
         x, w_t, buffer[:N], out, M, N, K, *strides, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16

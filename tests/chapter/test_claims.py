@@ -131,7 +131,8 @@ def test_claim_2_a_constant_bias_hides_the_wrong_axis():
     assert torch.allclose(buggy(x, weight, bias), naive(x, weight, bias), atol=1e-4)
     # It does so for M <= N only: past the end lies something else.
     x = draw(20, 12)
-    assert not torch.allclose(buggy(x, weight, bias), naive(x, weight, bias), atol=1e-4)
+    out = buggy(x, weight, bias)
+    assert out.isfinite().all() and not torch.allclose(out, naive(x, weight, bias), atol=1e-4)
 
 
 def test_claim_2_a_square_result_is_right_on_its_diagonal_alone():
@@ -180,6 +181,7 @@ def test_claim_4_a_block_shorter_than_the_row_gives_a_wrong_layernorm(N, BLOCK_N
     out, kernel = torch.zeros_like(x), layernorm.layernorm_forward_kernel
     arguments = x, *ones_and_zeros(x), out, 6, N, x.stride(0), EPS
     kernel[(6,)](*arguments, BLOCK_N=BLOCK_N)
+    assert out.isfinite().all()
     assert not torch.allclose(out[:, :BLOCK_N], right[:, :BLOCK_N], atol=1e-2)
     assert (out[:, BLOCK_N:] == 0).all()  # what the block does not cover is not written
     kernel[(6,)](*arguments, BLOCK_N=128)
@@ -234,8 +236,9 @@ def test_claim_5_about_280_on_the_near_constant_row():
 
 
 def eps_bug_shows(x):
-    right = torch.nn.functional.layer_norm(x, x.shape[1:])
-    return not torch.allclose(wrong_eps(x), right, atol=1e-4)
+    right, wrong = torch.nn.functional.layer_norm(x, x.shape[1:]), wrong_eps(x)
+    assert wrong.isfinite().all()
+    return not torch.allclose(wrong, right, atol=1e-4)
 
 
 @pytest.mark.parametrize("N", [8, 17, 64, 1000])

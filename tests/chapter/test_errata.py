@@ -51,12 +51,13 @@ def test_every_row_names_a_test_and_every_test_here_has_a_row():
     assert ours - set(rows) == {"test_every_row_names_a_test_and_every_test_here_has_a_row"}
 
 
-def test_the_near_constant_row_has_eight_values(monkeypatch, capsys):
-    rows = []
-    monkeypatch.setattr(layernorm, "check", lambda name, t, *_: name == "x" and rows.append(t))
+def test_the_near_constant_row_has_eight_values(monkeypatch):
+    checked = []
+    monkeypatch.setattr(layernorm, "check", lambda name, tensor, *_: checked.append((name, tensor)))
     layernorm.section_20_3()
-    assert torch.equal(rows[-1].cpu(), NEAR_CONSTANT)
-    assert rows[-1].shape == (1, 8)
+    x_flat = [tensor for name, tensor in checked if name == "x"][-1]
+    assert torch.equal(x_flat.cpu(), NEAR_CONSTANT)
+    assert x_flat.shape == (1, 8)
 
 
 def test_short_random_rows_do_show_the_eps_bug():

@@ -1,12 +1,14 @@
 """The scripts repeat each other by design: what they share must be the same code in each of them.
 
-A buggy twin is its kernel but for the lines that carry the bug.
+A buggy twin is its kernel but for the lines that carry the bug. Names and order are the book's.
 """
 
 import ast
 import difflib
 import itertools
+import json
 import re
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, SCRIPTS, name_of
@@ -113,3 +115,31 @@ def test_a_buggy_twin_stands_below_its_kernel_and_differs_where_it_says_so(scrip
     assert all(re.search(r"  # BUG: \S", line) for line in changed[1:])
     assert len(buggy) == len(kernel)
     assert not any("# BUG" in line for line in kernel)
+
+
+# --- The book's names ---
+
+# By script: each function of the book, its parameters, its local names in the order of the page.
+BOOK = json.loads((Path(__file__).parent / "book_names.json").read_text())
+
+
+@pytest.mark.parametrize("script", BOOK)
+def test_functions_parameters_and_local_names_are_the_books_in_its_order(script):
+    ours = functions(CHAPTER / script)
+    assert [name for name in ours if name in [n for n, *_ in BOOK[script]]] == [
+        name for name, *_ in BOOK[script]
+    ]
+    for name, parameters, local in BOOK[script]:
+        assert [argument.arg for argument in ours[name].args.args] == parameters
+        nodes = [n for n in ast.walk(ours[name]) if isinstance(n, ast.Name)]
+        stored = [n for n in nodes if isinstance(n.ctx, ast.Store)]
+        stored.sort(key=lambda node: (node.lineno, node.col_offset))
+        first = list(dict.fromkeys(node.id for node in stored))
+        assert [n for n in first if n in local] == local, name
+
+
+def test_section_20_4_names_each_section_above_its_kernel():
+    lines = (CHAPTER / "04_standalone_complete.py").read_text().split("\n")
+    sections = [i for i, line in enumerate(lines) if re.match(r"# 20\.\d [A-Z]", line)]
+    assert [lines[i][2:6] for i in sections] == ["20.1", "20.2", "20.3"]
+    assert {lines[i + 1] for i in sections} == {"@triton.jit"}

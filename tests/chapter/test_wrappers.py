@@ -280,7 +280,7 @@ def test_row_mean_var_takes_the_block_that_it_is_given(launches):
 # --- What they refuse ---
 
 OTHER = "meta" if INTERPRET else "cpu"
-X, W, B = tensor(20, 12), tensor(16, 12), tensor(16)
+X, W, B, LONG = tensor(20, 12), tensor(16, 12), tensor(16), tensor(1, 1).expand(1, 2**20 + 1)
 LINEAR, ROWS, NORM = "fused_linear_gelu", "row_mean_var", "triton_layernorm"
 WRAPPERS = {
     LINEAR: linear_gelu.fused_linear_gelu,
@@ -312,9 +312,11 @@ REFUSED = [
     (ROWS, (X[0],), "x ... not torch.float32 (12,)"),
     (ROWS, (X.to(OTHER),), f"x ... not torch.float32 (20, 12) on {OTHER}"),
     (ROWS, (None,), "x ... not <class 'NoneType'>"),
-    (ROWS, (X, 8), "expected rows of 1 to BLOCK_N=8 values, got N=12"),
-    (ROWS, (tensor(3, 0),), "expected rows of 1 to BLOCK_N=0 values, got N=0"),
-    (ROWS, (tensor(3, 0), 16), "expected rows of 1 to BLOCK_N=16 values, got N=0"),
+    (ROWS, (X, 8), "expected 0 < N <= BLOCK_N <= 2**20, got N=12, BLOCK_N=8"),
+    (ROWS, (X, 2**21), "got N=12, BLOCK_N=2097152"),
+    (ROWS, (tensor(3, 0),), "got N=0, BLOCK_N=0"),
+    (ROWS, (tensor(3, 0), 16), "got N=0, BLOCK_N=16"),
+    (ROWS, (LONG,), "got N=1048577, BLOCK_N=2097152"),
     (NORM, (X.double(), G, G), "x ... not torch.float64"),
     (NORM, (X[0], G, G), "x ... not torch.float32 (12,)"),
     (NORM, (X.to(OTHER), G, G), f"x ... not torch.float32 (20, 12) on {OTHER}"),
@@ -324,6 +326,8 @@ REFUSED = [
     (NORM, (X, G, tensor(1)), "beta ... not torch.float32 (1,)"),
     (NORM, (X, G.to(OTHER), G), f"gamma ... not torch.float32 (12,) on {OTHER}"),
     (NORM, (X, G, G.to(OTHER)), f"beta ... not torch.float32 (12,) on {OTHER}"),
+    (NORM, (LONG, LONG[0], LONG[0]), "expected rows of 1 to 2**20 values, got x (1, 1048577)"),
+    (NORM, (tensor(3, 0), G[:0], G[:0]), "expected rows of 1 to 2**20 values, got x (3, 0)"),
     (NORM, (X, None, G), "gamma ... not <class 'NoneType'>"),
     (NORM, (X, G, None), "beta ... not <class 'NoneType'>"),
 ]
@@ -338,27 +342,46 @@ def test_a_wrapper_refuses(launches, wrapper, arguments, message):
     assert launches == []
 
 
-def test_linear_gelu_refuses_more_tiles_than_a_grid_has(launches):
+def test_linear_gelu_refuses_more_tiles_than_a_grid_has_and_negative_ones(launches):
     N = 65535 * 16 + 1
-    with pytest.raises(ValueError, match=f"N={N} needs more than 65535 tiles of BLOCK_N=16"):
+    with pytest.raises(ValueError, match=rf"N={N} has no grid of tiles \(16, 16, 16\)"):
         linear_gelu.fused_linear_gelu(X[:1], W[:1].expand(N, 12), tensor(1).expand(N))
+    for side in ("BLOCK_M", "BLOCK_N", "BLOCK_K"):
+        with pytest.raises(ValueError, match=r"N=16 has no grid of tiles .*-16"):
+            linear_gelu.fused_linear_gelu(X, W, B, **{side: -16})
     assert launches == []
 
 
+def test_triton_itself_refuses_a_block_that_is_no_power_of_two():
+    with pytest.raises(Exception, match="power of 2"):
+        linear_gelu.fused_linear_gelu(X, W, B, BLOCK_M=48)
+    with pytest.raises(Exception, match="power of 2"):
+        row_mean_var.row_mean_var(X, BLOCK_N=24)
+
+
+def test_eps_may_be_any_number():
+    for eps in (1, True, "1", torch.tensor(1.0)):
+        out = layernorm.triton_layernorm(X, G, G, eps)
+        assert_close(out, exact_layernorm(X, G, G, 1.0))
+    with pytest.raises(TypeError, match="NoneType"):
+        layernorm.triton_layernorm(X, G, G, None)
+
+
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda: linear_gelu.fused_linear_gelu(X, W, B, BLOCK_M=48),
-        lambda: row_mean_var.row_mean_var(X, BLOCK_N=24),
-        lambda: row_mean_var.row_mean_var(X, BLOCK_N=2**21),
-        lambda: row_mean_var.row_mean_var(tensor(1, 1).expand(1, 2**20 + 1)),
-        lambda: layernorm.triton_layernorm(tensor(3, 0), tensor(0), tensor(0)),
-    ],
-    ids=["no power of two", "no power of two in 02", "2**21", "2**20 + 1 columns", "an empty row"],
+    "module, wrapper, arguments",
+    [(linear_gelu, LINEAR, (X, W, B)), (row_mean_var, ROWS, (X,)), (layernorm, NORM, (X, G, G))],
 )
-def test_triton_itself_refuses_a_block_that_it_cannot_have(call):
-    with pytest.raises(Exception, match="power of 2|maximum tensor numel|greater than the start"):
-        call()
+def test_all_arguments_are_on_the_gpu_of_x_and_so_is_the_launch(
+    module, wrapper, arguments, launches, monkeypatch
+):
+    checked, entered = [], []
+    monkeypatch.setattr(module, "check", lambda *arguments: checked.append(arguments))
+    device_of = torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: entered.append(x) or device_of(x))
+    WRAPPERS[wrapper](*arguments)
+    assert [device for *_, device in checked] == [DEVICE] + [X.device] * (len(arguments) - 1)
+    assert all(isinstance(device, torch.device) for *_, device in checked[1:])
+    assert len(launches) == 1 and entered == [X]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2 or INTERPRET, reason="needs two GPUs")

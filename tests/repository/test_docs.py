@@ -43,6 +43,11 @@ def test_commands_name_what_there_is(document):
     for command in commands(TEXT[document]):
         for path in re.findall(r"(?:\./|\b(?:chapter20|beyond|tests)/)[\w./]+", command):
             assert (ROOT / path).exists(), command
+        target = re.search(r"[\w/]+\.(?:py|sh)", command)
+        target = ROOT / (target[0] if target else "run_all.sh")
+        known = {"run_tests.sh": "tests/conftest.py", "run_all.sh": "run_all.py"}
+        source = (ROOT / known.get(target.name, target)).read_text()
+        assert [o for o in re.findall(r" (--[\w-]+)", command) if f'"{o}"' not in source] == []
         for word in re.findall(r"-k (\w+)", command):
             assert any(word in name for _, name in TESTS), command
 
