@@ -23,12 +23,12 @@ import tempfile
 from pathlib import Path
 
 try:
-    import torch  # before matplotlib: a Python without it is not worth completing
+    import numpy as np  # these before matplotlib: a Python without them is not worth completing
+    import torch
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 try:
     import matplotlib
-    import numpy as np
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrow, Rectangle
     from matplotlib.patheffects import withStroke
