@@ -23,8 +23,9 @@ import tempfile
 from pathlib import Path
 
 try:
-    import numpy as np  # these before matplotlib: a Python without them is not worth completing
-    import torch
+    # Before matplotlib: a Python without these is not worth completing.
+    import torch  # noqa: I001
+    import numpy as np
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 try:
