@@ -19,14 +19,10 @@ import sys
 import termios
 import time
 import zipfile
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VERSIONS = {"torch": "1.2", "triton": "3.4", "numpy": "5.6"}
@@ -334,19 +330,6 @@ def test_systems_that_it_is_not_for(book, program):
     assert_fault(start(), "Triton is made for Linux only", program)
 
 
-def test_line_ends_in_a_checkout_of_windows(book):
-    if not shutil.which("git"):
-        pytest.skip("there is no git")
-    git = ["git", "-c", "core.autocrlf=true", "-c", "user.name=a", "-c", "user.email=a@b"]
-    files = [".gitattributes", "run_all.sh", "beyond/figures/eps.png"]
-    for file in files:
-        write(book.root / file, (REPOSITORY / file).read_bytes())
-    for command in ("init -q", "add .", "commit -qm a", "clone -q . copy"):
-        subprocess.run([*git, *command.split()], cwd=book.root, check=True)
-    for file in files:
-        assert (book.root / "copy" / file).read_bytes() == (REPOSITORY / file).read_bytes()
-
-
 # --- The interpreter ---
 
 
@@ -396,28 +379,25 @@ GPU += "    get_device_name = staticmethod(lambda: 'Fake GPU 100')\nprint('hello
 
 def with_driver(book, torch):
     """The environment of a machine with the library of NVIDIA's driver, and with this torch."""
-    packages = write(book.folder / "packages/torch/__init__.py", torch).parents[1]
+    packages = write(book.folder / "gpu/torch/__init__.py", torch).parents[1]
     library = write(book.folder / "driver/README", "").parent
     (library / "libcuda.so.1").symlink_to(_ctypes.__file__)  # any that loads
     path = f"{packages}:{book.folder / 'stubs'}"
     return {"PYTHONPATH": path, "LD_LIBRARY_PATH": library, "TRITON_INTERPRET": None}
 
 
-@pytest.mark.parametrize(
-    "torch, device",
-    [
-        (GPU.format(True), "Fake GPU 100\n"),
-        (GPU.format(False), NO_GPU),
-        ("raise OSError('why')", "unknown device, exit status 1, OSError: why\n"),
-        (HANG, "unknown device, no answer in 2 s\n"),
-    ],
-    ids=["a GPU", "no GPU", "raises", "hangs"],
-)
-def test_header_where_there_is_a_driver(book, torch, device):
-    env = with_driver(book, torch)
-    result = book.make({"01_a": OK}).run("--timeout", "2", env=env)
-    assert result.out.startswith(f"{HEADER}{device}PASS  chapter01/01_a.py  ")
-    assert (result.status, result.err) == (0, "")
+def test_header_where_there_is_a_driver(book):
+    env = with_driver(book.make({"01_a": OK}), "")
+    for torch, device in {
+        GPU.format(True): "Fake GPU 100\n",
+        GPU.format(False): NO_GPU,
+        "raise OSError('why')": "unknown device, exit status 1, OSError: why\n",
+        HANG: "unknown device, no answer in 2 s\n",
+    }.items():
+        write(book.folder / "gpu/torch/__init__.py", torch)
+        result = book.run("--timeout", "2", env=env)
+        assert result.out.startswith(f"{HEADER}{device}PASS  chapter01/01_a.py  ")
+        assert (result.status, result.err) == (0, "")
     assert_passes(book.run(env={**env, "TRITON_INTERPRET": "on"}), "01_a")
 
 
@@ -462,9 +442,9 @@ def test_interrupted(book, name, insistent):
     assert (result.status, result.out, result.err) == (SIGNALS[name], HEADER + NO_GPU, "")
 
 
-@pytest.mark.parametrize("delay", [40 * step for step in range(1, 7)])
+@pytest.mark.parametrize("delay", [40, 80, 120, 160, 240])
 def test_interrupted_at_any_moment(book, delay):
-    process = book.make({f"{i:02}_a": HANG for i in range(20)}).start("-j20")
+    process = book.make({f"{i:02}_a": HANG for i in range(9)}).start("-j9")
     time.sleep(delay / 1000)
     os.killpg(process.pid, signal.SIGINT)
     # Before it minds signals, SIGINT ends it like any program.
@@ -613,33 +593,19 @@ def test_two_set_ups_at_once(book, setup):
 SAYS = 'while [ "$1" != --log ]; do shift; done; echo "{}" >"$2"; exit 1'
 
 
-@pytest.mark.parametrize(
-    "environment, message",
-    [
+def test_a_set_up_that_fails_says_why(book, setup):
+    refused = "could not install requirements.txt: "
+    for environment, message in [
         ({"venv": "raise SystemExit('no luck')"}, "python3 -m venv failed:\nno luck"),
-        (
-            {"pip": SAYS.format("connection broken by")},
-            "could not install requirements.txt: is the",
-        ),
-        (
-            {"pip": SAYS.format("No space left")},
-            "could not install requirements.txt: there is no r",
-        ),
-        (
-            {"pip": SAYS.format("No matching distribution")},
-            "could not install requirements.txt: no wh",
-        ),
-        ({"pip": "exit 1"}, "could not install requirements.txt: see above\n"),
-        ({"pip": ""}, ".venv lacks torch, triton, numpy, although requirements.txt is installed\n"),
-    ],
-    ids=["venv", "network", "room", "wheel", "another", "nothing"],
-)
-def test_a_set_up_that_fails_says_why(book, setup, environment, message):
-    assert_fault(book.run(env=setup(**environment)), message)
-    assert not (book.root / ".venv").exists()
-
-
-def test_a_machine_without_what_a_set_up_needs(book, setup):
+        ({"pip": SAYS.format("connection broken by")}, f"{refused}is there a network?\n"),
+        ({"pip": SAYS.format("No space left on device")}, f"{refused}there is no room left"),
+        ({"pip": SAYS.format("No matching distribution")}, f"{refused}no wheel fits Python 3"),
+        ({"pip": "exit 1"}, f"{refused}see above\n"),
+        ({"pip": ""}, ".venv lacks torch, triton, numpy, although requirements.txt is installed"),
+    ]:
+        assert_fault(book.run(env=setup(**environment)), message)
+        assert not (book.root / ".venv").exists()
+    (book.folder / "log").unlink()
     for old, new, message in [
         ('find_spec("ensurepip")', "None", "python3 has no venv module"),
         ('set to look", 2', 'set to look", 10**9', f"{book.root} has "),
@@ -647,7 +613,8 @@ def test_a_machine_without_what_a_set_up_needs(book, setup):
     ]:
         book.make({}).edit(old, new)
         assert_fault(book.run(env=setup("exit 1")), message)
-        assert not (book.root / ".venv").exists() and "pip install" not in installed(book)
+        assert not (book.root / ".venv").exists()
+    assert installed(book) == ["venv"]
 
 
 @pytest.mark.parametrize(
@@ -700,25 +667,17 @@ def test_set_up_with_venv_and_pip_themselves_where_their_settings_forbid_it(book
     assert not (book.folder / "target").exists()
 
 
-# A python3 whose pip install does $PIP when it has installed all but the package itself.
-TESTS_PYTHON = """#!/bin/sh
-[ "$1 $2" = "-m pip" ] || exec "$PLAIN_PYTHON" "$@"
-while [ "$1" != --target ]; do shift; done
-mkdir -p "$2/pytest-1.dist-info"
-printf 'Metadata-Version: 2.1\\nName: pytest\\nVersion: 1\\n' >"$2/pytest-1.dist-info/METADATA"
-eval "$PIP"
-echo "print('tested')" >"$2/pytest.py"
-"""
-
-
-def test_half_installed_test_packages_are_installed_anew(book):
-    started = write(book.make({}).folder / "lacking", TESTS_PYTHON).with_name("started")
+def test_half_installed_test_packages_are_installed_anew(book, setup):
+    python, started = write(book.folder / "lacking", VENV_PYTHON), book.folder / "started"
+    write(book.folder / "packages", "")  # it has torch, triton and numpy
     folder = f".test-packages/{sys.implementation.cache_tag}"
     said = f"Installing requirements-dev.txt into {folder} (once): 40 MB to download.\n"
+    half = 'while [ "$1" != --target ]; do shift; done; mkdir -p "$2/pytest-1.dist-info"; '
+    half += 'echo "Name: pytest\nVersion: 1" >"$2/pytest-1.dist-info/METADATA"; '
 
     def start(pip):
-        env = {"PYTHON": "./lacking", "PLAIN_PYTHON": book.python, "PIP": pip}
-        return book.start(program="run_tests.sh", env=env)
+        pip = half + pip + '; echo "print(\'tested\')" >"$2/pytest.py"'
+        return book.start(program="run_tests.sh", env={**setup(pip), "PYTHON": python})
 
     process = start(f": >{started}; exec sleep 600")
     wait_until(started.exists, "pip starts")
@@ -727,29 +686,6 @@ def test_half_installed_test_packages_are_installed_anew(book):
     assert (result.status, result.out, result.err) == (130, "", said)
     fault = "could not install requirements-dev.txt: see above\n"
     assert_fault(book.finish(start("exit 1")), fault, "run_tests.sh")
-    for pip, err in [("", said), ("exit 1", "")]:
+    for pip, err in [(":", said), ("exit 1", "")]:
         result = book.finish(start(pip))
         assert (result.status, result.out, result.err) == (0, "tested\n", err)
-
-
-# Each of requirements-dev.txt is installed without its needs: matplotlib's numpy would hide the
-# interpreter's own, which torch and triton use.
-OF_THE_INTERPRETER = {"numpy", "typing-extensions"}
-DEV = (REPOSITORY / "requirements-dev.txt").read_text()
-DEV_PINS = dict(line.split("==") for line in DEV.splitlines() if not line.startswith("#"))
-
-
-@pytest.mark.parametrize("name", DEV_PINS)
-@pytest.mark.parametrize("python", ["3.10.13", "3.13.0"])
-def test_requirements_dev_has_every_need_and_suits_every_python(name, python):
-    try:
-        package = metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"{name} is not installed: ./run_tests.sh installs it")
-    assert python in SpecifierSet(package.metadata["Requires-Python"] or "")
-    environment = {"python_version": python.rpartition(".")[0], "python_full_version": python}
-    for need in map(Requirement, package.requires or []):
-        if need.marker is None or need.marker.evaluate({**environment, "extra": ""}):
-            of_the_interpreter = canonicalize_name(need.name) in OF_THE_INTERPRETER
-            assert of_the_interpreter or DEV_PINS[canonicalize_name(need.name)] in need.specifier
-    assert not OF_THE_INTERPRETER & DEV_PINS.keys()
