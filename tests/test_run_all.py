@@ -504,7 +504,7 @@ case "$*" in
 "-m pip index"*) eval "$INDEX" ;;
 "-m pip install"*) eval "$PIP" ;;
 "-ES"*) exec "$PLAIN_PYTHON" "$@" ;;
-*) [ ! -e "$packages" ] || export PYTHONPATH="$STUBS"; exec "$PLAIN_PYTHON" "$@" ;;
+*) [ ! -e "$packages" ] || export PYTHONPATH="$STUBS:$PYTHONPATH"; exec "$PLAIN_PYTHON" "$@" ;;
 esac
 """
 VENV_MODULE = f"""
@@ -673,7 +673,7 @@ def test_half_installed_test_packages_are_installed_anew(book, setup):
     folder = f".test-packages/{sys.implementation.cache_tag}"
     said = f"Installing requirements-dev.txt into {folder} (once): 40 MB to download.\n"
     half = 'while [ "$1" != --target ]; do shift; done; mkdir -p "$2/pytest-1.dist-info"; '
-    half += 'echo "Name: pytest\nVersion: 1" >"$2/pytest-1.dist-info/METADATA"; '
+    half += 'printf "Name: pytest\\nVersion: 1" >"$2/pytest-1.dist-info/METADATA"; '
 
     def start(pip):
         pip = half + pip + '; echo "print(\'tested\')" >"$2/pytest.py"'
