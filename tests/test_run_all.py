@@ -456,7 +456,7 @@ def test_stdout_closed_early(book):
     go = book.folder / "go"
     book.make({"01_a": OK, "02_b": WAIT.format(str(go)), "03_c": HANG})
     reader, writer = os.pipe()
-    process = book.start("-j3", stdout=writer)
+    process = book.start("-j3", "--timeout=60", stdout=writer)
     os.close(writer)
     with open(reader) as lines:
         assert [lines.readline(), lines.readline()[:4]] == [HEADER + NO_GPU, "PASS"]
@@ -481,7 +481,8 @@ def test_on_a_terminal(book, env):
     book.make({"01_a": OK, "02_b": "open('/dev/tty')", "03_c": HANG})
     terminal = functools.partial(fcntl.ioctl, 1, termios.TIOCSCTTY, 0)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), device)
-    process = book.start("-j3", env={"TERM": "xterm", **env}, before=terminal, **streams)
+    coloured, env = env == {"NO_COLOR": ""}, {"TERM": "xterm", **env}
+    process = book.start("-j3", "--timeout=60", env=env, before=terminal, **streams)
     os.close(device)
     printed = b""
     while b"address: '/dev/tty'" not in printed:
@@ -489,7 +490,7 @@ def test_on_a_terminal(book, env):
     os.write(main, b"\3")
     assert book.finish(process).status == 130
     os.close(main)
-    green, red, plain = ("\33[32m", "\33[31m", "\33[0m") if env == {"NO_COLOR": ""} else ("",) * 3
+    green, red, plain = ("\33[32m", "\33[31m", "\33[0m") if coloured else ("", "", "")
     assert f"\n{green}PASS{plain}  chapter01/01_a.py  " in printed.decode()
     assert f"\n{red}FAIL{plain}  chapter01/02_b.py  " in printed.decode()
 
