@@ -3,12 +3,14 @@
 import shutil
 import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from scripts import ROOT
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_line_ends_in_a_checkout_of_windows(tmp_path):
