@@ -436,7 +436,8 @@ def test_interrupted(book, name, insistent):
         os.kill(process.pid, signal.SIGHUP)  # which is ignored, and stays so
         time.sleep(0.1)
     os.kill(process.pid, getattr(signal, name))
-    while insistent and process.poll() is None:
+    end = time.monotonic() + 60
+    while insistent and process.poll() is None and time.monotonic() < end:
         os.kill(process.pid, getattr(signal, name))
         time.sleep(0.0002)
     result = book.finish(process)
