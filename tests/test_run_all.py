@@ -428,7 +428,7 @@ def test_no_more_scripts_than_j_run_at_the_same_time(book):
 def test_interrupted(book, name, insistent):
     files = [book.folder / "started1", book.folder / "started2"]
     scripts = {f"0{i}_a": CHILD + TOUCH.format(str(f)) + HANG for i, f in enumerate(files)}
-    scripts["09_not_begun"] = HANG
+    scripts |= {f"1{i}_not_begun": HANG for i in range(9)}
     nohup = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
     process = book.make(scripts).start("-j2", before=nohup if name == "SIGTERM" else None)
     wait_until(lambda: all(file.exists() for file in files), "the scripts start")
