@@ -30,6 +30,7 @@ from pathlib import Path
 from unittest import mock
 
 try:
+    import numpy  # noqa: F401 - matplotlib needs it
     import torch
     import triton
 except ModuleNotFoundError as error:

@@ -23,12 +23,13 @@ import tempfile
 from pathlib import Path
 
 try:
-    import torch  # before matplotlib: a Python without it is not worth completing
+    # Before matplotlib: a Python without these is not worth completing.
+    import torch  # noqa: I001
+    import numpy as np
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 try:
     import matplotlib
-    import numpy as np
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrow, Rectangle
     from matplotlib.patheffects import withStroke
