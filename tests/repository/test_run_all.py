@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = {"torch": "1.2", "triton": "3.4", "numpy": "5.6"}
 HEADER = "Python {}.{}.{}, torch 1.2, triton 3.4, numpy 5.6, ".format(*sys.version_info)
 NO_GPU = "no GPU in use: Triton interpreter on the CPU\n"
@@ -292,7 +292,7 @@ def test_called_from_anywhere_by_any_shell(book, name, shell):
     shell, book.root = [shutil.which(shell)] if shell else [], book.folder / name
     (book.folder / "all").symlink_to(book.make({"01_a": OK}).root / "run_all.sh")
     (book.folder / "tests").symlink_to(book.root / "run_tests.sh")
-    elsewhere = write(book.folder / "deep/chapter01/09_not_this.py", "").parents[1]
+    elsewhere = write(book.folder / "deep/chapter01/09_not_this.py", "").parents[2]
     by = functools.partial(book.run, cwd=elsewhere, env={"PYTHON": "../python/python3"})
     assert_passes(by(program=[*shell, "../all"]), "01_a")
     stub = "import os, sys; print(ascii(os.getcwd()), sys.argv[1:]); sys.exit(5)"
@@ -379,7 +379,7 @@ GPU += "    get_device_name = staticmethod(lambda: 'Fake GPU 100')\nprint('hello
 
 def with_driver(book, torch):
     """The environment of a machine with the library of NVIDIA's driver, and with this torch."""
-    packages = write(book.folder / "gpu/torch/__init__.py", torch).parents[1]
+    packages = write(book.folder / "gpu/torch/__init__.py", torch).parents[2]
     library = write(book.folder / "driver/README", "").parent
     (library / "libcuda.so.1").symlink_to(_ctypes.__file__)  # any that loads
     path = f"{packages}:{book.folder / 'stubs'}"
