@@ -1,6 +1,6 @@
 """Runs the tests: ./run_tests.sh [pytest's arguments ...]
 
-With --mutants, tests/repository/test_mutants.py tries every mutant, which takes a quarter of an hour more. The
+With --mutants, every mutant is tried, which takes a quarter of an hour more. The
 interpreter is run_all.sh's; where it lacks some of requirements-dev.txt, that is installed into
 .test-packages, here in the checkout, and nowhere else.
 """
