@@ -215,6 +215,8 @@ class FirstFailure:
         items[:] = [item for item in items if item.nodeid in tests]  # the others were skipped
         if any(function in launched for _, launched in tests.values()):
             items[:] = [item for item in items if function in tests[item.nodeid][1]]
+        elif function.startswith(("section_", "worked_examples")):
+            items[:] = [item for item in items if "test_sections.py" in item.nodeid]
         items.sort(key=lambda item: tests[item.nodeid][0])  # the quickest first
         seconds = sum(tests[item.nodeid][0] for item in items)
         signal.setitimer(signal.ITIMER_PROF, 20 + 5 * seconds)  # only what hangs takes as long
