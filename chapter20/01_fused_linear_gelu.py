@@ -169,9 +169,9 @@ def worked_examples(x, layer, oracle, out, out_buggy):
     print("buggy kernel allclose to oracle?", torch.allclose(out_buggy, oracle, atol=1e-4))
     print("max abs diff:", (out_buggy - oracle).abs().max().item())
 
-    # The probe's bias is a view too: the four values past its end are ours, -1000 to -1003.
+    # The probe's bias is a view too: past its end lie values of ours, from -1000 downwards.
     M, N = out.shape
-    owned = torch.cat([torch.arange(N), -1000 - torch.arange(M - N)]).float().to(DEVICE)
+    owned = torch.cat([torch.arange(N), -1000 - torch.arange(M)]).float().to(DEVICE)
     probe = torch.empty(M, device=DEVICE)
     probe_bias_kernel[(1,)](owned[:N], probe, M, BLOCK_M=triton.next_power_of_2(M))
     print(f"\nbias of {N} values, read at 0 to {M - 1}:")

@@ -98,10 +98,10 @@ VERDICT = re.compile(r"([^?\n]*)\? (True|False)")
 
 
 class Off:
-    """In a kernel's place: launches it, then adds an error to its outputs."""
+    """In a kernel's place: launches it, scales its variance, adds an error to all its outputs."""
 
-    def __init__(self, kernel, error, calls):
-        self.kernel, self.error, self.calls = kernel, error, calls
+    def __init__(self, kernel, error, calls, scale=1.0):
+        self.kernel, self.error, self.calls, self.scale = kernel, error, calls, scale
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
@@ -110,27 +110,29 @@ class Off:
             self.kernel[grid](*arguments, **options)
             for name in OUTPUTS:
                 if name in named:
-                    named[name].add_(self.error)
+                    named[name].mul_(self.scale if name == "var_ptr" else 1.0).add_(self.error)
 
         return launch
 
 
-def run_sections(module, capsys, error=0.0, only="", calls=None):
+def run_sections(module, capsys, error=0.0, only="", calls=None, proxies=None):
     """What sections and worked examples print where the kernels (or only some) are off.
 
-    The error is in units of the tolerance of the section's check.
+    The error is in units of the tolerance of the section's check. proxies: by name, what takes a
+    kernel's place, if not one that is off by this error.
     """
-    proxies = {}
+    given, proxies = proxies or {}, {}
     for name, kernel in vars(module).items():
         if hasattr(kernel, "arg_names") and "probe" not in name:
             tolerance = 1e-5 if "mean_var" in name else 1e-4
             shift = error * tolerance if re.search(only, name) else 0.0
             proxies[name] = Off(kernel, shift, [] if calls is None else calls)
+    by_id = {id(proxy.kernel): given.get(name, proxy) for name, proxy in proxies.items()}
+    proxies |= given
     with pytest.MonkeyPatch.context() as patch:
         for function in vars(module).values():
             defaults = getattr(function, "__defaults__", None)
             if defaults and not hasattr(function, "arg_names"):
-                by_id = {id(proxy.kernel): proxy for proxy in proxies.values()}
                 patch.setattr(
                     function, "__defaults__", tuple(by_id.get(id(d), d) for d in defaults)
                 )
@@ -165,6 +167,24 @@ def test_a_verdict_on_a_buggy_kernel_turns_where_that_kernel_is_off(module, caps
     assert off == [
         (label, "False" if re.search("buggy|wrong", label) else verdict) for label, verdict in right
     ]
+
+
+@every_module
+def test_a_false_verdict_is_true_where_the_kernel_computes_what_it_is_compared_with(module, capsys):
+    proxies = {}
+    for name, kernel in vars(module).items():
+        if re.search("kernel_(buggy|wrong)", name):  # the correct kernel in its place
+            proxies[name] = Off(getattr(module, re.sub("_(buggy|wrong).*", "", name)), 0.5e-4, [])
+        elif name == "row_mean_var_kernel":  # the unbiased variance of rows of 10
+            proxies[name] = Off(kernel, 0.5e-5, [], scale=10 / 9)
+    # All within the tolerance. The correct kernels are off: their output is not what is compared.
+    printed = run_sections(module, capsys, error=1e4, proxies=proxies)
+    wrong = [
+        verdict
+        for label, verdict in VERDICT.findall(printed)
+        if re.search("(?i)buggy|wrong", label)
+    ]
+    assert wrong and set(wrong) == {"True"}
 
 
 @every_module
