@@ -1,6 +1,6 @@
 """beyond/benchmark.py's tables and plots, and that beyond/README.md quotes what was measured.
 
-The benchmark itself needs a GPU: run it by hand.
+The benchmark itself needs a GPU: a quick run is tried where there is one.
 """
 
 import re
