@@ -67,13 +67,14 @@ def run(command, limit=86_400, **options):
             if max(os.fstat(file.fileno()).st_size for file in (out, err)) > 100_000_000:
                 problem = "printed more than 100 MB"
         os.killpg(process.pid, signal.SIGKILL)  # its children too, which may have outlived it
+        waiting.join()
         with running_lock:
             running.remove(process)
         status = process.wait()
-        if status < 0 and not problem:
-            problem = f"was killed: {signal.strsignal(-status)} (exit status {128 - status})"
-        elif status and not problem:
+        if status and not problem:
             problem = f"exit status {status}"
+            if status < 0:
+                problem = f"was killed: {signal.strsignal(-status)} (exit status {128 - status})"
         return problem, *[os.pread(file.fileno(), 10_000_000, 0) for file in (out, err)]
 
 
@@ -184,8 +185,6 @@ CAUSES = {  # what pip says, and why
     "No space left": f"there is no room left in {ROOT}, or for what pip caches",
     "connection broken|ConnectTimeout|NewConnectionError|ReadTimeout": "is there a network?",
     "No matching distribution": f"wheels fit Python 3.10 to 3.14, not {sys.version.split()[0]}",
-}.{}.{}: put one of 3.10 to 3.14, for "
-    "which there are wheels, first on PATH".format(*sys.version_info),
 }
 
 
@@ -194,9 +193,8 @@ def install(python, requirements, temporary, *options):
     temporary.mkdir(parents=True, exist_ok=True)
     # The user's settings for pip hold, but for those with which it does not install here.
     settings = {"PIP_CONSTRAINT": os.devnull, "PIP_REQUIRE_VIRTUALENV": "0", "PIP_USER": "0"}
-    settings |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "TMPDIR": str(temporary)}
-    command = [python, "-m", "pip", "install", "--no-input", "--retries=2", "--target=", *options]
-    command += ["-r", requirements]
+    settings |= {"PIP_RETRIES": "2", "TMPDIR": str(temporary)}
+    command = [python, "-m", "pip", "install", "--target=", *options, "-r", requirements]
     problem, _, err = run(command, env=ENVIRONMENT | settings, stdout=sys.stderr)
     said = err.decode(errors="replace")
     print(said, end="", file=sys.stderr)
@@ -235,12 +233,10 @@ def judge(name, python, limit):
     problem, out, err = run([python, ROOT / f"{name}.py"], limit)
     took = time.monotonic() - begin
     if problem and err:
-        lines = ["The end of its stderr:", *visible(err)[-20:]]
+        lines = ["The end of its stderr:", *visible(err[-10_000:])[-20:]]
     elif not problem and out != wanted:
-        problem, both = (
-            "stdout is not the expected output",
-            (visible(wanted), visible(out[:1_000_000])),
-        )
+        problem = "stdout is not the expected output"
+        both = visible(wanted), visible(out[:1_000_000])
         lines = list(difflib.unified_diff(*both, expected, f"{name}.py", lineterm=""))
     return took, problem, [line[:300] for line in lines[:40]] + ["..."] * (len(lines) > 40)
 
@@ -254,10 +250,8 @@ def visible(content):
 def read_arguments():
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("./run_all.sh", description=__doc__, formatter_class=style)
-    script = "a chapter (chapter20), a number or the start of a name (03, chapter20/03), or a path"
-    processors = len(os.sched_getaffinity(0))
-    option = parser.add_argument
-    option("scripts", nargs="*", metavar="SCRIPT", help=script)
+    processors, option = len(os.sched_getaffinity(0)), parser.add_argument
+    option("scripts", nargs="*", metavar="SCRIPT", help="chapter20, 03, chapter20/03, or a path")
     option("-j", type=int, metavar="N", default=processors, help="run N scripts at a time")
     option("--timeout", type=int, metavar="SECONDS", default=300, help="for a script (300)")
     option("--list", action="store_true", help="list the chosen scripts, do not run them")
@@ -291,8 +285,8 @@ def main(arguments):
     verdicts = [pool.submit(judge, name, python, arguments.timeout) for name in names]
     interpret = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     device = "GPU" if has_gpu_driver() and not interpret else "CPU"
-    problem, out, _ = run([python, "-c", HEADER, device], arguments.timeout)
-    unknown = f"unknown versions and device: {problem}"
+    problem, out, err = run([python, "-c", HEADER, device], arguments.timeout)
+    unknown = ": ".join(["unknown versions", problem, *visible(err)[-1:]])
     print(unknown if problem else visible(out)[-1], flush=True)
     for name, verdict in zip(names, verdicts, strict=True):
         took, problem, details = verdict.result()
@@ -300,7 +294,7 @@ def main(arguments):
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
             word = f"\033[{31 if problem else 32}m{word}\033[0m"
         line = f"{word}  {name}.py  {took:.1f} s" + (problem and f": {problem}")
-        print("\n".join([line, *details]), flush=True)
+        print(line, *details, sep="\n", flush=True)
         passed += not problem
     print(f"{passed} passed, {len(names) - passed} failed")
     return 0 if passed == len(names) else 1

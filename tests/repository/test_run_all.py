@@ -29,6 +29,8 @@ VERSIONS = {"torch": "1.2", "triton": "3.4", "numpy": "5.6"}
 HEADER = "Python {}.{}.{}, torch 1.2, triton 3.4, numpy 5.6, ".format(*sys.version_info)
 NO_GPU = "no GPU in use: Triton interpreter on the CPU\n"
 SIGNALS = {"SIGHUP": 129, "SIGINT": 130, "SIGQUIT": 131, "SIGTERM": 143}
+PACKAGES = f".test-packages/{sys.implementation.cache_tag}"
+DEV = "# a comment\npytest==1\n"
 OK = "print('ok')"
 HANG = "import time; time.sleep(600)"
 CHILD = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {HANG!r}])\n"
@@ -57,7 +59,7 @@ class Book:
         for file in ("run_all.sh", "run_all.py", "run_tests.sh", "run_tests.py"):
             write(self.root / file, (REPOSITORY / file).read_bytes())
         write(self.root / "requirements.txt", "torch==1.2\ntriton\nnumpy\n")
-        write(self.root / "requirements-dev.txt", "# a comment\npytest==1\n")
+        write(self.root / "requirements-dev.txt", DEV)
         for name, source in scripts.items():
             name = name if "/" in name else f"chapter01/{name}"
             write(self.root / f"{name}.py", source)
@@ -165,15 +167,12 @@ PRINTED = {  # expected, printed, and the difference
     "01_same": (b"ok\r\n\xff\0\nok", b"ok\r\n\xff\0\nok", []),
     "02_long": (b"x" * 3_000_000, b"x" * 3_000_000, []),
     "03_digit": (b"1.0012e-05\n", b"1.0013e-05\n", ["-1.0012e-05", "+1.0013e-05"]),
-    "04_no_last_newline": (b"ok\n", b"ok", ["-ok", "+ok", NO_NEWLINE]),
-    "05_a_last_newline": (b"ok", b"ok\n", ["-ok", NO_NEWLINE, "+ok"]),
-    "06_a_line_more": (b"ok\n", b"ok\n\n", [" ok", "+"]),
-    "07_a_line_less": (b"ok\nmore\n", b"ok\n", [" ok", "-more"]),
-    "08_nothing": (b"ok\n", b"", ["-ok"]),
-    "09_controls": (b"ok\n", b"\33[32mok\r\n", ["-ok", "+^[[32mok^M"]),
-    "10_not_utf_8": (b"ok\n", b"\xff\0\n", ["-ok", "+\\xff^@"]),
-    "11_lines": (b"x\n", b"x\n" * 99, [" x", *["+x"] * 36, "..."]),
-    "12_long_line": (b"ok\n", b"x" * 999 + b"\n", ["-ok", "+" + "x" * 299]),
+    "04_no_last_newline": (b"ok\n", b"ok", [" ok", f"+{NO_NEWLINE}"]),
+    "05_a_line_more": (b"ok\n", b"ok\n\n", [" ok", "+"]),
+    "06_nothing": (b"ok\n", b"", ["-ok"]),
+    "07_controls": (b"ok\n", b"\33[32mok\r\n\xff\n", ["-ok", r"+\x1b[32mok\r", r"+\xff"]),
+    "08_lines": (b"x\n", b"x\n" * 99, [" x", *["+x"] * 36, "..."]),
+    "09_long_line": (b"ok\n", b"x" * 999 + b"\n", ["-ok", "+" + "x" * 299]),
 }
 
 
@@ -195,21 +194,28 @@ READS = f"import sys; sys.tracebacklimit = 0\n{OK}\ninput()"
 ENDS = {  # source, and what is wrong
     "01_stderr_and_child": (f"{CHILD}{OK}; sys.stderr.write('hm')", None),
     "02_stderr_only": ("import sys; sys.stderr.write('ok')", difference("02_stderr_only", "-ok")),
-    "03_status": (f"{OK}; raise SystemExit(200)", "exit status 200"),
-    "04_message": (f"{OK}; raise SystemExit('so')", f"exit status 1{END}so"),
-    "05_stdin": (READS, f"exit status 1{END}EOFError: EOF when reading a line"),
-    "06_segv": (DIES.format("SIGSEGV"), "was killed by SIGSEGV (exit status 139)"),
-    "07_kill": (DIES.format("SIGKILL"), "was killed by SIGKILL (exit status 137)"),
-    "08_nameless": (DIES.format("SIGRTMAX - 24"), "was killed by signal 40 (exit status 168)"),
-    "09_child": (f"{CHILD}{OK}; raise SystemExit(3)", "exit status 3"),
-    '10_a "$HOME" [x]*': (OK, None),
-    "11_-\udcff\n": (OK, None),
+    "03_status": (f"{CHILD}{OK}; raise SystemExit(200)", "exit status 200"),
+    "04_stdin": (READS, f"exit status 1{END}EOFError: EOF when reading a line"),
+    "05_segv": (DIES.format("SIGSEGV"), "was killed: Segmentation fault (exit status 139)"),
+    "06_kill": (DIES.format("SIGKILL"), "was killed: Killed (exit status 137)"),
+    '07_a "$HOME" [x]*': (OK, None),
+    "08_-\n": (OK, None),
 }
 
 
 def test_what_scripts_do(book):
-    result = book.make({name: source for name, (source, _) in ENDS.items()}).run()
-    assert_verdicts(result, {name: wrong for name, (_, wrong) in ENDS.items()})
+    book.make({name: source for name, (source, _) in ENDS.items()})
+    book.make({"10_missing": OK, "11_empty": OK, "12_orphan": OK})
+    (book.root / "expected_outputs/chapter01/10_missing.txt").unlink()
+    write(book.root / "expected_outputs/chapter01/11_empty.txt", "")
+    write(book.root / "chapter01/11_empty.py", "")
+    (book.root / "chapter01/12_orphan.py").unlink()
+    wrong = {name: wrong for name, (_, wrong) in ENDS.items()}
+    for name in ("10_missing", "11_empty"):
+        wrong[name] = f"expected_outputs/chapter01/{name}.txt is missing or empty"
+    result = book.run()
+    orphan = re.search(r"(exit status 2\n.*\n.*12_orphan.py'.* No such file .*)\n", result.out)[1]
+    assert_verdicts(result, {**wrong, "12_orphan": orphan})
 
 
 def test_a_hanging_script_times_out(book):
@@ -221,29 +227,12 @@ def test_a_hanging_script_times_out(book):
 
 
 def test_endless_output_takes_neither_memory_nor_disk(book):
-    source = "import os, sys\nfor _ in range(3000):\n    os.write({}, b'xxxx\\n' * 20_000)\n"
-    book.make({"01_a": source.format(1), "02_b": source.format(2) + "sys.exit(1)"})
-    limited = ["/bin/sh", "-c", 'ulimit -f 0; ulimit -d 250000; exec "$0"', "book/run_all.sh"]
+    source = "import os\nwhile True: os.write({}, b'xxxx\\n' * 20_000)\n"
+    book.make({"01_a": source.format(1), "02_b": source.format(2)})
+    limited = ["/bin/sh", "-c", 'ulimit -f 3000000; ulimit -d 250000; exec "$0"', "book/run_all.sh"]
     out = book.run(program=limited).out
-    assert "(the first 100003 of 300000000 bytes)\n" in out and "\n+xxxx\n...\nFAIL" in out
+    assert out.count(" s: printed more than 100 MB\n") == 2
     assert out.endswith("\nxxxx\n0 passed, 2 failed\n") and len(out) < 1000
-
-
-def test_expected_files(book):
-    """Missing, a folder, unreadable, empty, without a script: each is a failure."""
-    root = book.make(dict.fromkeys(["01_a", "02_b", "03_c", "04_d", "05_e"], "")).root
-    files = [f"expected_outputs/chapter01/{name}.txt" for name in ("01_a", "02_b", "03_c", "04_d")]
-    for file in files[:2]:
-        (root / file).unlink()
-    (root / files[1]).mkdir()
-    (root / files[2]).chmod(0)
-    write(root / files[3], "")
-    (root / "chapter01/05_e.py").unlink()
-    wrong = ["cannot be read: No such file or directory", "cannot be read: Is a directory"]
-    wrong += ["cannot be read: Permission denied", "is empty"]
-    wrong = {f[-8:-4]: f"the expected file {f} {w}" for f, w in zip(files, wrong, strict=True)}
-    orphan = "expected_outputs/chapter01/05_e.txt has no script: there is no chapter01/05_e.py"
-    assert_verdicts(book.run(before=without_privileges), {**wrong, "05_e": orphan})
 
 
 # --- Arguments ---
@@ -257,26 +246,24 @@ def test_arguments_choose_scripts(book):
     (book.folder / "link").symlink_to(book.root)
     table = {"": names, "03": [c1, d2], "3": [c1, d2], "01_": [a1, a2], "02_b.py": [b1]}
     table |= {"chapter02": [a2, d2], "chapter02/03": [d2], "./book/chapter02/": [a2, d2]}
-    table |= {"link/chapter01/03_c.py": [c1], f"book/expected_outputs/{c1}.txt": [c1]}
-    for arguments, chosen in {**table, "03_d -j 1 02 2": [b1, d2]}.items():
+    table |= {"link/chapter01/03_c.py": [c1], "03_d -j 1 02 2": [b1, d2]}
+    for arguments, chosen in table.items():
         result = book.run("--list", *arguments.split())
         assert (result.status, result.out) == (0, "".join(f"{name}.py\n" for name in chosen))
     result = book.run(*arguments.split())
     assert re.findall("PASS  (.*).py", result.out) == chosen and result.status == 0
-    for argument in ["", "9", "a", "chapter", "chapter01/04", "*", "run_all.sh"]:
+    for argument in ["9", "a", "chapter01/04", "*", "run_all.sh"]:
         result = book.run("01", argument, cwd=book.root / "chapter01")
         assert_fault(result, f"no script matches '{argument}': ./run_all.sh --list lists them\n")
 
 
-def test_wrong_usage_and_help(book):
-    assert_fault(book.make({}).run(), f"there is no script {book.root}/chapter*/NN_*.py\n")
-    book.make({"01_a": OK})
-    for arguments in ["--quick", "-j 0", "-j -1", "-j x", "--timeout 1.5", "--timeout 9999999"]:
-        result = book.run(*arguments.split())
-        assert (result.status, result.out) == (2, "")
-        assert all(word in result.err.splitlines()[-1] for word in arguments.split())
+def test_wrong_usage_help_and_no_scripts(book):
+    assert_fault(book.make({}).run(), "no script matches ''")
+    for arguments in ["--quick", "-j 0", "-j -1", "-j x", "--timeout 1.5"]:
+        result = book.make({"01_a": OK}).run(*arguments.split())
+        assert (result.status, result.out) == (2, "") and "./run_all.sh: error: " in result.err
     result = book.run("--help")
-    assert result.out.startswith("usage: ./run_all.sh [-j N] [--timeout SECONDS] [--list]")
+    assert result.out.startswith("usage: ./run_all.sh [-h] [-j N] [--timeout SECONDS] [--list]")
     assert (result.status, result.err) == (0, "")
 
 
@@ -292,12 +279,12 @@ def test_called_from_anywhere_by_any_shell(book, name, shell):
     shell, book.root = [shutil.which(shell)] if shell else [], book.folder / name
     (book.folder / "all").symlink_to(book.make({"01_a": OK}).root / "run_all.sh")
     (book.folder / "tests").symlink_to(book.root / "run_tests.sh")
-    elsewhere = write(book.folder / "deep/chapter01/09_not_this.py", "").parents[2]
+    elsewhere = write(book.folder / "deep/chapter01/09_not_this.py", "").parents[1]
     by = functools.partial(book.run, cwd=elsewhere, env={"PYTHON": "../python/python3"})
     assert_passes(by(program=[*shell, "../all"]), "01_a")
     stub = "import os, sys; print(ascii(os.getcwd()), sys.argv[1:]); sys.exit(5)"
-    write(book.root / ".test-packages" / sys.implementation.cache_tag / "pytest.py", stub)
-    write(book.root / "requirements-dev.txt", "")
+    write(book.root / PACKAGES / "pytest.py", stub)
+    write(book.root / PACKAGES / "requirements-dev.txt", DEV)
     result = by("-k", "a b", program=[*shell, "../tests"])
     assert (result.status, result.out) == (5, f"{ascii(str(book.root))} ['-k', 'a b']\n")
 
@@ -340,15 +327,10 @@ def test_python_that_lacks_packages(book, program):
     write(book.folder / "triton/__init__.py", "raise SystemExit('the wrong triton')")
     run = f'PYTHONPATH="{book.folder}/some" exec "{book.python}" "$@"'
     python = write(book.folder / "lacking", f"#!/bin/sh\n{run}\n")
-    lacks = {"torch": "triton, numpy", "numpy": "triton"}
-    for has, lacking in lacks.items():
+    for has, lacking in {"torch": "triton, numpy", "numpy": "triton"}.items():
         write(book.folder / "some" / has / "__init__.py", "")
         result = book.run(program=program, env={"PYTHON": python})
         assert_fault(result, f"PYTHON={python} lacks {lacking}\n", program)
-    write(book.folder / "some/triton/__init__.py", "")
-    result = book.run(env={"PYTHON": python})
-    assert ", torch of unknown version, triton of unknown version, " in result.out.splitlines()[0]
-    assert result.out.endswith("1 passed, 0 failed\n") and result.status == 0
 
 
 def test_which_python_runs_the_scripts(book):
@@ -369,8 +351,6 @@ def test_which_python_runs_the_scripts(book):
     for path in ["/nowhere/python", "no-such-python", "/", "cat"]:
         fault = f"PYTHON={path} does not run as Python 3.10 or newer\n"
         assert_fault(book.run(env={"PYTHON": path}), fault)
-    write(book.folder / "other", "#!/bin/sh\nexit 0\n")
-    assert_fault(book.run(env={"PYTHON": "./other"}), "PYTHON=./other does not run as Python")
 
 
 GPU = "class cuda:\n    is_available = staticmethod(lambda: {})\n"
@@ -379,7 +359,7 @@ GPU += "    get_device_name = staticmethod(lambda: 'Fake GPU 100')\nprint('hello
 
 def with_driver(book, torch):
     """The environment of a machine with the library of NVIDIA's driver, and with this torch."""
-    packages = write(book.folder / "gpu/torch/__init__.py", torch).parents[2]
+    packages = write(book.folder / "gpu/torch/__init__.py", torch).parents[1]
     library = write(book.folder / "driver/README", "").parent
     (library / "libcuda.so.1").symlink_to(_ctypes.__file__)  # any that loads
     path = f"{packages}:{book.folder / 'stubs'}"
@@ -391,12 +371,13 @@ def test_header_where_there_is_a_driver(book):
     for torch, device in {
         GPU.format(True): "Fake GPU 100\n",
         GPU.format(False): NO_GPU,
-        "raise OSError('why')": "unknown device, exit status 1, OSError: why\n",
-        HANG: "unknown device, no answer in 2 s\n",
+        "raise OSError('why')": "unknown versions: exit status 1: OSError: why\n",
+        HANG: "unknown versions: timed out after 2 s\n",
     }.items():
         write(book.folder / "gpu/torch/__init__.py", torch)
         result = book.run("--timeout", "2", env=env)
-        assert result.out.startswith(f"{HEADER}{device}PASS  chapter01/01_a.py  ")
+        first = device if "unknown" in device else HEADER + device
+        assert result.out.startswith(f"{first}PASS  chapter01/01_a.py  ")
         assert (result.status, result.err) == (0, "")
     assert_passes(book.run(env={**env, "TRITON_INTERPRET": "on"}), "01_a")
 
@@ -404,7 +385,7 @@ def test_header_where_there_is_a_driver(book):
 # --- In parallel ---
 
 
-@pytest.mark.parametrize("option", ["-j 2", "-j2", ""])
+@pytest.mark.parametrize("option", ["-j2", ""])
 def test_scripts_run_at_the_same_time_and_are_printed_in_order(book, option):
     if not option and len(os.sched_getaffinity(0)) == 1:
         pytest.skip("there is one processor")
@@ -441,16 +422,8 @@ def test_interrupted(book, name, insistent):
         os.kill(process.pid, getattr(signal, name))
         time.sleep(0.0002)
     result = book.finish(process)
-    assert (result.status, result.out, result.err) == (SIGNALS[name], HEADER + NO_GPU, "")
-
-
-@pytest.mark.parametrize("delay", [40, 80, 120, 160, 240])
-def test_interrupted_at_any_moment(book, delay):
-    process = book.make({f"{i:02}_a": HANG for i in range(9)}).start("-j9")
-    time.sleep(delay / 1000)
-    os.killpg(process.pid, signal.SIGINT)
-    # Before it minds signals, SIGINT ends it like any program.
-    assert book.finish(process).status in (130, -signal.SIGINT)
+    assert (result.status, result.err) == (SIGNALS[name], "")
+    assert result.out in ("", HEADER + NO_GPU)
 
 
 def test_stdout_closed_early(book):
@@ -463,26 +436,27 @@ def test_stdout_closed_early(book):
         assert [lines.readline(), lines.readline()[:4]] == [HEADER + NO_GPU, "PASS"]
     go.touch()
     result = book.finish(process)
-    assert (result.status, result.err) == (141, "")
+    assert (result.status, result.err) == (2, "run_all.sh: [Errno 32] Broken pipe\n")
 
 
-@pytest.mark.parametrize("arguments", ["", "--list", "--help"])
+@pytest.mark.parametrize("arguments", ["", "--list"])
 def test_a_full_disk_and_a_closed_stdout_are_no_success(book, arguments):
     with open("/dev/full", "w") as full:
         result = book.make({"01_a": OK}).run(*arguments.split(), stdout=full)
+        assert book.run("--help", stdout=full).status != 0
     assert_fault(result, "[Errno 28] No space left on device\n")
     result = book.run(*arguments.split(), before=functools.partial(os.close, 1))
-    assert_fault(result, "[Errno 9] Bad file descriptor\n")
+    assert_fault(result, "stdout is closed\n")
 
 
-@pytest.mark.parametrize("env", [{"NO_COLOR": ""}, {"NO_COLOR": 1}, {"TERM": "dumb"}], ids=str)
+@pytest.mark.parametrize("env", [{"NO_COLOR": ""}, {"NO_COLOR": 1}], ids=str)
 def test_on_a_terminal(book, env):
     """There is colour there only, a script cannot reach it, and Ctrl-C ends the run."""
     main, device = os.openpty()
     book.make({"01_a": OK, "02_b": "open('/dev/tty')", "03_c": HANG})
     terminal = functools.partial(fcntl.ioctl, 1, termios.TIOCSCTTY, 0)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), device)
-    coloured, env = env == {"NO_COLOR": ""}, {"TERM": "xterm", **env}
+    coloured = env == {"NO_COLOR": ""}
     process = book.start("-j3", "--timeout=60", env=env, before=terminal, **streams)
     os.close(device)
     printed = b""
@@ -517,8 +491,8 @@ with open(sys.argv[1] + "/bin/python", "w") as file: file.write({VENV_PYTHON!r})
 os.chmod(sys.argv[1] + "/bin/python", 0o755)
 with open(os.environ["LOG"], "a") as log: print("-m venv", file=log)
 """
-INSTALLS = "No torch, triton and numpy found: making .venv (once).\nInstalling requirements.txt "
-INSTALLS += "into .venv: "
+MAKES = "No torch, triton and numpy found: making .venv, or another run is.\n"
+INSTALLS = f"{MAKES}Installing requirements.txt into .venv: "
 AS_SET = INSTALLS + "up to 2.8 GB to download, from where pip is set to look.\n"
 ON_GPU = INSTALLS + "2.8 GB to download, torch for NVIDIA GPUs.\n"
 ON_CPU = INSTALLS + "0.4 GB to download, torch's CPU build, as there is no GPU driver.\n"
@@ -537,6 +511,9 @@ def setup(book):
     log = write(book.folder / "log", "")
     book.make({"01_a": OK})
     return environment
+
+
+REFUSED = "could not install requirements.txt: "
 
 
 def installed(book):
@@ -558,7 +535,6 @@ def test_an_interrupted_set_up_is_made_anew(book, setup, name):
     wait_until(half.exists, "pip starts")
     os.kill(process.pid, getattr(signal, name))
     assert process.wait(60) == SIGNALS.get(name, -signal.SIGKILL)
-    assert half.exists() == killed
     result = book.finish(book.start(env=setup()), alone=not killed)
     assert_passes(result, "01_a", err=AS_SET)
     assert installed(book) == ["venv", "pip install"] * 2 and not half.exists()
@@ -572,52 +548,49 @@ def test_a_users_venv_is_never_deleted(book, setup):
     }.items():
         write(venv, python)
         for _ in range(2):
-            assert_fault(book.run(env=setup("exit 1")), f"{venv} {fault}. Either complete it, ")
+            assert_fault(
+                book.run(env=setup("exit 1")), f"{venv} {fault}: install requirements.txt there, "
+            )
             assert venv.read_text() == python
 
 
 def test_two_set_ups_at_once(book, setup):
     started, go, messages = (book.folder / name for name in ("started", "go", "messages"))
-    first = book.start(
-        env=setup(f': >{started}; until [ -e {go} ]; do sleep 0.1; done; : >"$packages"')
-    )
+    pip = f': >{started}; until [ -e {go} ]; do sleep 0.1; done; : >"$packages"'
+    first = book.start(env=setup(pip))
     wait_until(started.exists, "pip starts")
     with messages.open("a") as stderr:
         second, third = (book.start(env=setup("exit 1"), stderr=stderr) for _ in range(2))
-    waiting = "Waiting for another run, which is installing.\n"
-    wait_until(lambda: messages.read_text() == 2 * waiting, "the others wait")
+    wait_until(lambda: messages.read_text() == 2 * MAKES, "the others wait")
     os.kill(third.pid, signal.SIGINT)
     assert book.finish(third, alone=False).status == 130
     go.touch()
     assert book.finish(second, alone=False).status == book.finish(first).status == 0
-    assert installed(book) == ["venv", "pip install"] and messages.read_text() == 2 * waiting
+    assert installed(book) == ["venv", "pip install"] and messages.read_text() == 2 * MAKES
 
 
-SAYS = 'while [ "$1" != --log ]; do shift; done; echo "{}" >"$2"; exit 1'
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        (
+            {"venv": "raise SystemExit('no luck')"},
+            "python3 -m venv failed, see above: exit status 1",
+        ),
+        ({"pip": "echo connection broken by >&2; exit 1"}, f"{REFUSED}is there a network?\n"),
+        ({"pip": "echo No space left on device >&2; exit 1"}, f"{REFUSED}there is no room left"),
+        ({"pip": "echo No matching distribution >&2; exit 1"}, f"{REFUSED}wheels fit Python 3.10"),
+        ({"pip": "exit 1"}, f"{REFUSED}exit status 1, see above\n"),
+    ],
+)
+def test_a_set_up_that_fails_says_why(book, setup, environment, message):
+    assert_fault(book.run(env=setup(**environment)), message)
+    assert not (book.root / ".venv").exists()
 
 
-def test_a_set_up_that_fails_says_why(book, setup):
-    refused = "could not install requirements.txt: "
-    for environment, message in [
-        ({"venv": "raise SystemExit('no luck')"}, "python3 -m venv failed:\nno luck"),
-        ({"pip": SAYS.format("connection broken by")}, f"{refused}is there a network?\n"),
-        ({"pip": SAYS.format("No space left on device")}, f"{refused}there is no room left"),
-        ({"pip": SAYS.format("No matching distribution")}, f"{refused}no wheel fits Python 3"),
-        ({"pip": "exit 1"}, f"{refused}see above\n"),
-        ({"pip": ""}, ".venv lacks torch, triton, numpy, although requirements.txt is installed"),
-    ]:
-        assert_fault(book.run(env=setup(**environment)), message)
-        assert not (book.root / ".venv").exists()
-    (book.folder / "log").unlink()
-    for old, new, message in [
-        ('find_spec("ensurepip")', "None", "python3 has no venv module"),
-        ('set to look", 2', 'set to look", 10**9', f"{book.root} has "),
-        ("os.access(ROOT, os.W_OK)", "False", f"{book.root} is not writable"),
-    ]:
-        book.make({}).edit(old, new)
-        assert_fault(book.run(env=setup("exit 1")), message)
-        assert not (book.root / ".venv").exists()
-    assert installed(book) == ["venv"]
+def test_too_little_room_is_said_before_the_download(book, setup):
+    book.edit('set to look", 2', 'set to look", 10**9')
+    assert_fault(book.run(env=setup("exit 1")), "no room for .venv, which needs 1000000000 GB: ")
+    assert installed(book) == ["venv"] and not (book.root / ".venv").exists()
 
 
 @pytest.mark.parametrize(
@@ -673,21 +646,18 @@ def test_set_up_with_venv_and_pip_themselves_where_their_settings_forbid_it(book
 def test_half_installed_test_packages_are_installed_anew(book, setup):
     python, started = write(book.folder / "lacking", VENV_PYTHON), book.folder / "started"
     write(book.folder / "packages", "")  # it has torch, triton and numpy
-    folder = f".test-packages/{sys.implementation.cache_tag}"
-    said = f"Installing requirements-dev.txt into {folder} (once): 40 MB to download.\n"
-    half = 'while [ "$1" != --target ]; do shift; done; mkdir -p "$2/pytest-1.dist-info"; '
-    half += 'printf "Name: pytest\\nVersion: 1" >"$2/pytest-1.dist-info/METADATA"; '
+    said = "Installing requirements-dev.txt into .test-packages: 40 MB.\n"
+    half = 'while [ "$6" != -r ]; do shift; done; echo "print(\'tested\')" >"$5/pytest.py"; '
 
     def start(pip):
-        pip = half + pip + '; echo "print(\'tested\')" >"$2/pytest.py"'
-        return book.start(program="run_tests.sh", env={**setup(pip), "PYTHON": python})
+        return book.start(program="run_tests.sh", env={**setup(half + pip), "PYTHON": python})
 
     process = start(f": >{started}; exec sleep 600")
     wait_until(started.exists, "pip starts")
     os.killpg(process.pid, signal.SIGINT)
     result = book.finish(process)
     assert (result.status, result.out, result.err) == (130, "", said)
-    fault = "could not install requirements-dev.txt: see above\n"
+    fault = "could not install requirements-dev.txt: exit status 1, see above\n"
     assert_fault(book.finish(start("exit 1")), fault, "run_tests.sh")
     for pip, err in [(":", said), ("exit 1", "")]:
         result = book.finish(start(pip))
