@@ -11,6 +11,7 @@ Exit status: 0 all passed, 1 some failed, 2 wrong usage or no set-up, 130 interr
 # run_all.sh finds a Python for this file; the standard library is enough.
 
 import argparse
+import ctypes
 import difflib
 import fcntl
 import os
@@ -118,7 +119,6 @@ def check(python):
 
 
 def find_python():
-    """Returns the interpreter for the scripts."""
     if given := os.environ.get("PYTHON"):
         if fault := check(given):
             sys.exit(f"PYTHON={given} {fault}")
@@ -174,8 +174,6 @@ def choose_torch(python, requirements):
 
 
 def has_gpu_driver():
-    import ctypes  # here, as it would delay the scripts' start
-
     with suppress(OSError):
         return os.path.exists("/dev/kfd") or bool(ctypes.CDLL("libcuda.so.1"))  # AMD's, NVIDIA's
     return False
@@ -285,9 +283,8 @@ def main(arguments):
     verdicts = [pool.submit(judge, name, python, arguments.timeout) for name in names]
     interpret = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     device = "GPU" if has_gpu_driver() and not interpret else "CPU"
-    problem, out, err = run([python, "-c", HEADER, device], arguments.timeout)
-    unknown = ": ".join(["unknown versions", problem, *visible(err)[-1:]])
-    print(unknown if problem else visible(out)[-1], flush=True)
+    problem, out, _ = run([python, "-c", HEADER, device], arguments.timeout)
+    print(f"unknown versions: {problem}" if problem else visible(out)[-1], flush=True)
     for name, verdict in zip(names, verdicts, strict=True):
         took, problem, details = verdict.result()
         word = "FAIL" if problem else "PASS"
