@@ -340,7 +340,7 @@ def test_a_full_disk_and_a_closed_stdout_are_no_success(book, arguments):
         result = book.make({"01_a": HANG}).run(*arguments, stdout=full)
         assert book.run("--help", stdout=full).status != 0
     assert_fault(result, "[Errno 28] No space left on device\n")
-    result = book.run(*arguments, before=functools.partial(os.close, 1))
+    result = book.run("--timeout=9", *arguments, before=functools.partial(os.close, 1))
     assert_fault(result, "stdout is closed\n")
 
 
