@@ -224,9 +224,11 @@ def choose(arguments):
 def judge(name, python, limit):
     """Runs a script. Returns the seconds that it took, what is wrong, if anything, and details."""
     expected = f"expected_outputs/{name}.txt"
-    wanted = (ROOT / expected).read_bytes() if (ROOT / expected).is_file() else b""
+    wanted = b""
+    with suppress(OSError):
+        wanted = (ROOT / expected).read_bytes()
     if not wanted:
-        return 0, f"{expected} is missing or empty", []
+        return 0, f"{expected} is missing, empty or not readable", []
     begin, lines = time.monotonic(), []
     problem, out, err = run([python, ROOT / f"{name}.py"], limit)
     took = time.monotonic() - begin
@@ -247,7 +249,9 @@ def visible(content):
 
 def read_arguments():
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("./run_all.sh", description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser(
+        "./run_all.sh", description=__doc__, formatter_class=style, allow_abbrev=False
+    )
     processors, option = len(os.sched_getaffinity(0)), parser.add_argument
     option("scripts", nargs="*", metavar="SCRIPT", help="chapter20, 03, chapter20/03, or a path")
     option("-j", type=int, metavar="N", default=processors, help="run N scripts at a time")
