@@ -32,6 +32,8 @@ VENV = ROOT / ".venv"
 UNFINISHED = VENV / "unfinished-set-up"  # marks a .venv that was begun here, until it is complete
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
+SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM]
+
 # Without what would change a script's output or exit status.
 UNWANTED = "PYTHON(HOME|INSPECT|OPTIMIZE|WARNINGS)|(DNNL|MKL|ONEDNN)_VERBOSE"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not re.fullmatch(UNWANTED, k)}
@@ -42,7 +44,9 @@ running, running_lock = set(), RLock()
 
 
 def leave(status):
-    """Ends all processes, then this one. A signal may call it again in the meantime."""
+    """Ends all processes, then this one. Another Ctrl-C does not cut that short."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     running_lock.acquire()
     for process in running:
         os.killpg(process.pid, signal.SIGKILL)
@@ -81,7 +85,7 @@ def run(command, limit=86_400, **options):
 
 def guard(work, *arguments):
     """Exits with the status that work returns, or says what is wrong. Leaves no process behind."""
-    for number in [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM]:
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has set SIGHUP
             signal.signal(number, lambda number, frame: leave(128 + number))
     try:
