@@ -3,49 +3,49 @@
     from fast_layernorm import fast_layernorm
     y = fast_layernorm(x, weight, bias)  # as torch.nn.functional.layer_norm(x, x.shape[-1:], ...)
 
-Four kernels, each one idea further than the chapter's layernorm_forward_kernel. What each gains is
-measured by benchmark.py, and told in README.md:
+The file stands alone. Steps 2 to 6 of the table in README.md, from the chapter's kernel on:
 
-layernorm_rows_kernel takes several rows a program, where one is too short to keep it busy; some of
-them in pieces, as the next does.
-layernorm_pieces_kernel takes a row in pieces, and so needs no power of two as long as the row. It
-reads most rows again for the output, from the cache (REREAD); of a long one in half precision it
-keeps the 16-bit values, and not twice as many registers of float32 (HIDE).
-layernorm_ring_kernel keeps most of a row in shared memory, where float32 outgrows the registers.
-layernorm_chunks_kernel reads a row of any length, twice.
+2. layernorm_rows_kernel: a program takes several short rows.
+3. layernorm_pieces_kernel: a row is cut into pieces, not padded to a power of two.
+4. ALIGN, in all kernels: the compiler is told what a row's length is a multiple of.
+5. READ_AGAIN, in the pieces: the row is read again for the output, from the cache.
+6. STAY_16_BIT, in the pieces: a long row of 16-bit values is held as such, not as float32.
 
-Where row length or stride is no multiple of 16, they are told what it is a multiple of (ALIGN).
+layernorm_chunks_kernel takes all other rows, of any length: it reads them twice.
 
-All compute in float32. Where a row's sum may lose bits (CORRECT), the mean is corrected by what is
-left of the differences from it: the corrected two-pass algorithm of Chan, Golub and LeVeque,
-"Algorithms for Computing the Sample Variance", 1983. The last two kernels see a row's parts one by
-one: they take mean and squares of each column of them, by Welford's algorithm, and merge the
-columns as Chan, Golub and LeVeque do.
+All compute in float32. Where a row's sum may lose bits (CORRECT_MEAN), the mean is corrected by
+what is left of the differences from it: the corrected two-pass algorithm of Chan, Golub and
+LeVeque, "Algorithms for Computing the Sample Variance", 1983. The chunks come one by one: mean and
+squares of each column follow Welford's algorithm, and the columns are merged as by Chan, Golub and
+LeVeque.
 """
 
+import contextlib
 import functools
 import math
 import os
 
 import torch
 
-# Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
+# Without a GPU, Triton interprets the kernels. It reads this variable when it is imported, for each
+# kernel, and when Gluon is imported, which Triton does at a launch. Then it is as it was before.
+TRITON_INTERPRET = os.environ.get("TRITON_INTERPRET")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton
 import triton.language as tl
 
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
-except ModuleNotFoundError:  # an older triton, where layernorm_ring_kernel is not launched
-    gluon, gl, async_copy = triton, tl, None
-
+INTERPRET = not isinstance(tl.cdiv, triton.JITFunction)
+if INTERPRET:
+    with contextlib.suppress(ImportError):
+        import triton.experimental.gluon
+if not INTERPRET and not torch.cuda.is_available():
+    raise ImportError(f"no GPU: import {__name__} before triton, or set TRITON_INTERPRET=1")
+DEVICE = "cpu" if INTERPRET else "cuda"
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-TUPLES = VERSION >= (3, 4)  # before, there were none in kernels: chunks take all rows, and longer
-TRITON_3_6 = VERSION >= (3, 6)  # before, gluon was another, and compiled.run took other arguments
+TUPLES = VERSION >= (3, 4)  # older kernels know no tuples: the chunks take all rows there
+RELAUNCH = (3, 6) <= VERSION <= (3, 9)  # the versions on which launching without Triton was tried
 TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a significand
 
@@ -115,9 +115,9 @@ def inv_sqrt(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def inv_std_and_rest(squares, diff, N, eps, axis: tl.constexpr, CORRECT: tl.constexpr):
+def inv_std_and_rest(squares, diff, N, eps, axis: tl.constexpr, CORRECT_MEAN: tl.constexpr):
     """From x - mean and its squares: 1 / std, and by how much the mean was still too small."""
-    if CORRECT:
+    if CORRECT_MEAN:
         sum_squares, sum_diff = tl.reduce((squares, diff), axis, add_pairs)
         rest = mean_of(sum_diff, N)
         return inv_sqrt(sum_squares / N - rest * rest + eps, True), rest
@@ -139,7 +139,7 @@ def layernorm_rows_kernel(
     PIECES: tl.constexpr,
     BLOCK_N: tl.constexpr,  # a power of two: the columns of a piece
     MASKED: tl.constexpr,  # does the last piece reach past the row?
-    CORRECT: tl.constexpr,
+    CORRECT_MEAN: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
 ):
     N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
@@ -167,7 +167,7 @@ def layernorm_rows_kernel(
         diff = x[p] - mean
         squares += diff * diff
         diffs += diff
-    inv_std, rest = inv_std_and_rest(squares, diffs, N, eps, 1, CORRECT)
+    inv_std, rest = inv_std_and_rest(squares, diffs, N, eps, 1, CORRECT_MEAN)
 
     for p in tl.static_range(PIECES):
         c = p * BLOCK_N + cols
@@ -178,11 +178,11 @@ def layernorm_rows_kernel(
 
 
 @triton.jit
-def same(x, HIDE: tl.constexpr):
-    """x; with HIDE in a way that the compiler cannot see through, so that it converts 16-bit values
-    anew at each use, instead of keeping them as float32 in twice the registers.
+def same(x, STAY_16_BIT: tl.constexpr):
+    """x; with STAY_16_BIT in a way that the compiler cannot see through, so that it converts 16-bit
+    values anew at each use, instead of keeping them as float32 in twice the registers.
     """
-    if HIDE:
+    if STAY_16_BIT:
         x = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
         )
@@ -202,9 +202,9 @@ def layernorm_pieces_kernel(
     PIECES: tl.constexpr,
     BLOCK_N: tl.constexpr,  # a power of two: the columns of a piece
     MASKED: tl.constexpr,  # does the last piece reach past the row?
-    CORRECT: tl.constexpr,
-    HIDE: tl.constexpr,  # does the row stay in 16 bits?
-    REREAD: tl.constexpr,  # is the row read once more, from the cache, rather than held to the end?
+    CORRECT_MEAN: tl.constexpr,
+    STAY_16_BIT: tl.constexpr,  # does the row stay in 16 bits?
+    READ_AGAIN: tl.constexpr,  # for the output, from the cache: is the row not held to the end?
     ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
 ):
     N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
@@ -214,7 +214,7 @@ def layernorm_pieces_kernel(
     pieces = ()
     for p in tl.static_range(PIECES):
         c = p * BLOCK_N + cols
-        piece = load(x_row, c, N, MASKED and p == PIECES - 1, "evict_last" if REREAD else "")
+        piece = load(x_row, c, N, MASKED and p == PIECES - 1, "evict_last" if READ_AGAIN else "")
         pieces = pieces + (piece,)
 
     sums = tl.zeros([BLOCK_N], tl.float32)
@@ -225,102 +225,25 @@ def layernorm_pieces_kernel(
     squares, diffs = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     again = ()
     for p in tl.static_range(PIECES):
-        again = again + (same(pieces[p], HIDE),)
+        again = again + (same(pieces[p], STAY_16_BIT),)
         diff = again[p].to(tl.float32) - mean
         if MASKED and p == PIECES - 1:
             diff = tl.where(p * BLOCK_N + cols < N, diff, 0.0)
         squares += diff * diff
         diffs += diff
-    inv_std, rest = inv_std_and_rest(squares, diffs, N, eps, 0, CORRECT)
+    inv_std, rest = inv_std_and_rest(squares, diffs, N, eps, 0, CORRECT_MEAN)
 
     for p in tl.static_range(PIECES):
         c = p * BLOCK_N + cols
-        if REREAD:
+        if READ_AGAIN:
             x = load(x_row, c, N, MASKED and p == PIECES - 1, "evict_first")
         else:
-            x = same(again[p], HIDE)
+            x = same(again[p], STAY_16_BIT)
         x_norm = (x.to(tl.float32) - mean - rest) * inv_std
         x_norm = scale_and_shift(
             x_norm, gamma_ptr, beta_ptr, c, N, MASKED and p == PIECES - 1, "evict_last"
         )
         store(out_row, c, x_norm, N, MASKED and p == PIECES - 1, "evict_first")
-
-
-@gluon.jit
-def load_affine(gamma_ptr, beta_ptr, cols):
-    """gamma and beta, evict_last: every row reads them, and L2 is what limits it otherwise."""
-    gamma, beta = 1.0, 0.0
-    if gamma_ptr is not None:
-        gamma = gl.load(gamma_ptr + cols, eviction_policy="evict_last").to(gl.float32)
-    if beta_ptr is not None:
-        beta = gl.load(beta_ptr + cols, eviction_policy="evict_last").to(gl.float32)
-    return gamma, beta
-
-
-@gluon.jit(do_not_specialize=["M"])
-def layernorm_ring_kernel(
-    x_ptr,  # (M, N) float32 input, its columns contiguous
-    gamma_ptr,  # (N,) scale, or None
-    beta_ptr,  # (N,) shift, or None
-    out_ptr,  # (M, N) float32 output, contiguous
-    M,
-    N,  # (1 + SLOTS) * BLOCK_N
-    stride_m,
-    eps,
-    SLOTS: gl.constexpr,  # pieces of a row in shared memory: all but the first
-    BLOCK_N: gl.constexpr,  # a power of two: the columns of a piece
-    ALIGN: gl.constexpr,  # a power of two that divides stride_m, at most 16
-):
-    stride_m = multiple(stride_m, ALIGN)
-    # A thread reads only what it has copied itself, 16 bytes at a time.
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    cols = gl.arange(0, BLOCK_N, layout=layout)
-    x_row = x_ptr + gl.program_id(0).to(gl.int64) * stride_m
-    first = gl.load(x_row + cols)
-    slots = ()
-    for p in gl.static_range(SLOTS):
-        slots = slots + (gl.allocate_shared_memory(gl.float32, [BLOCK_N], shared),)
-        async_copy.async_copy_global_to_shared(slots[p], x_row + (p + 1) * BLOCK_N + cols)
-        async_copy.commit_group()
-    for row32 in range(gl.program_id(0), M, gl.num_programs(0)):
-        row = row32.to(gl.int64)
-        x_row, out_row = x_ptr + row * stride_m, out_ptr + row * N
-        # As the pieces come in, each column's mean over them, and squares: Welford's algorithm. Of
-        # differences from the first piece, which are small where the mean is large.
-        means = gl.zeros([BLOCK_N], gl.float32, layout=layout)
-        squares = gl.zeros([BLOCK_N], gl.float32, layout=layout)
-        for p in gl.static_range(SLOTS):
-            async_copy.wait_group(SLOTS - 1 - p)
-            x = slots[p].load(layout) - first
-            diff = x - means
-            means += diff * (1.0 / (p + 2))
-            squares += diff * (x - means)
-        gamma, beta = load_affine(gamma_ptr, beta_ptr, cols)
-        mean = gl.sum(first, axis=0) * (1.0 / BLOCK_N)
-        diff = first - mean + means
-        squares += diff * diff * (SLOTS + 1)
-        sum_squares, sum_diff = gl.reduce((squares, diff), 0, add_pairs)
-        rest = sum_diff * (1.0 / BLOCK_N)
-        inv_std = inv_sqrt(sum_squares / N - rest * rest + eps, True)
-
-        # As soon as a piece goes out, the next row's comes in.
-        next_row = x_row + gl.num_programs(0).to(gl.int64) * stride_m
-        mask = (cols < N) & (row + gl.num_programs(0) < M)
-        x = first
-        for p in gl.static_range(SLOTS + 1):
-            c = p * BLOCK_N + cols
-            if p > 0:
-                x = slots[p - 1].load(layout)
-            x_norm = (x - mean - rest) * inv_std * gamma + beta
-            if p < SLOTS:
-                gamma, beta = load_affine(gamma_ptr, beta_ptr, BLOCK_N + c)
-            if p == 0:
-                first = gl.load(next_row + c, mask=mask, other=0.0)
-            else:
-                async_copy.async_copy_global_to_shared(slots[p - 1], next_row + c, mask=mask)
-                async_copy.commit_group()
-            gl.store(out_row + c, x_norm)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -371,74 +294,62 @@ def layernorm_chunks_kernel(
         store(out_row, c, x_norm, N, True, "evict_first")
 
 
-INTERPRET = not isinstance(layernorm_rows_kernel, triton.JITFunction)
-DEVICE = "cpu" if INTERPRET else "cuda"
-GPUS = torch.cuda.device_count() > 1  # is there one that is not the current?
+if TRITON_INTERPRET is None:
+    os.environ.pop("TRITON_INTERPRET", None)
+else:
+    os.environ["TRITON_INTERPRET"] = TRITON_INTERPRET
 
-# For rows of up to so many columns: the columns of a piece, the warps of a program, the most
-# registers of a thread (None: what the compiler takes), REREAD and HIDE. On an H200 the fastest of
-# what was tried: 1 to 40 pieces, 1 to 32 warps, rows held and rows read again.
-# results/layernorm.csv has what some of them reach.
+# For rows of up to so many values: the values of a piece, and the warps of a program. On an H200
+# the fastest of 1 to 12 pieces and 1 to 32 warps, or at most 3% slower.
 FLOAT32 = {
-    768: (1024, 2, None, True, False),
-    1024: (1024, 4, None, True, False),
-    1280: (512, 4, None, True, False),
-    1792: (2048, 4, None, True, False),
-    2048: (2048, 8, None, True, False),
-    2560: (512, 8, None, True, False),
-    4095: (4096, 8, None, True, False),
-    4096: (4096, 8, 64, True, False),
-    6144: (1024, 16, None, True, False),
-    8192: (2048, 16, None, True, False),
-    16384: (4096, 16, None, True, False),
-    20480: (4096, 32, None, True, False),
-    32767: (8192, 32, None, False, False),
-    32768: (32768, 32, None, False, False),
+    768: (256, 2),
+    1792: (1024, 4),
+    2560: (1024, 8),
+    5120: (2048, 8),
+    16384: (2048, 16),
+    20480: (4096, 32),
+    32768: (8192, 32),
 }
 HALF = {
-    768: (256, 1, None, False, False),
-    1792: (512, 1, None, True, False),
-    2048: (2048, 4, None, True, False),
-    3072: (1024, 2, None, True, False),
-    3584: (2048, 4, None, True, False),
-    4096: (4096, 8, None, True, False),
-    5120: (1024, 4, None, True, False),
-    6144: (2048, 4, None, True, False),
-    8192: (1024, 8, None, True, False),
-    10240: (2048, 4, None, True, False),
-    12288: (2048, 8, None, True, False),
-    16384: (4096, 8, None, True, False),
-    24576: (8192, 8, None, False, True),
-    32768: (8192, 8, 128, False, True),
-    45056: (8192, 16, None, False, True),
-    65536: (16384, 16, None, False, True),
-}
-# The same for rows of an odd length or stride, or at an address that is no multiple of 16: they are
-# read a value at a time.
-FLOAT32_ODD = {
-    1280: (128, 4, None, False, False),
-    2560: (256, 8, None, False, False),
-    8192: (512, 16, None, False, False),
-    16384: (1024, 32, None, False, False),
-}
-HALF_ODD = {
-    1792: (64, 1, None, False, False),
-    3072: (128, 4, None, False, False),
-    10240: (256, 8, None, False, False),
-    16384: (512, 16, None, False, False),
+    768: (256, 1),
+    1536: (512, 1),
+    3584: (1024, 2),
+    7168: (1024, 4),
+    12288: (2048, 4),
+    16384: (4096, 8),
+    65536: (4096, 16),
 }
 
 
-def choose(M, N, align, dtype, capability):
+def pieces(M, N, align, half, multiprocessors):
+    """The values of a piece and the warps of a program; None for rows that only the chunks take."""
+    if align == 1:
+        # Read value by value: one for each thread and piece, or two.
+        BLOCK_N = triton.next_power_of_2(N) // (32 if half else 16)
+        BLOCK_N = max(BLOCK_N, 64 if half else 128)
+        return (BLOCK_N, BLOCK_N // 32 if BLOCK_N > 64 else 1) if N <= 16384 else None
+    table = HALF if half else FLOAT32
+    length = next((length for length in table if N <= length), None)
+    if length is None:
+        return None
+    BLOCK_N, warps = table[length]
+    if half and M <= multiprocessors:
+        # A program alone on its multiprocessor: more warps, so that more is on its way at once.
+        more = min(4, 32 // warps)
+        BLOCK_N, warps = BLOCK_N * more, warps * more
+    return BLOCK_N, warps
+
+
+def choose(M, N, align, dtype, gpu):
     """What to launch for M rows of N that begin at multiples of align: (kernel, rows a program
     takes, its constants, its options).
     """
+    nvidia, multiprocessors = gpu
     half = dtype != torch.float32
-    nvidia = capability > (0, 0)
     # The sum of so many values is exact, if they are equal, while it fits a float32's significand.
     correct = BITS[dtype] + (N - 1).bit_length() > BITS[torch.float32]
+    length = triton.next_power_of_2(N)
     if N <= 512 and TUPLES:
-        length = triton.next_power_of_2(N)
         # Three quarters of a block, where a row fits them: less is padding.
         BLOCK_N = length // 4 if 32 < N <= length * 3 // 4 else length
         rows = max(1024 // length, 4) if half else max(512 // length, 2)
@@ -448,51 +359,36 @@ def choose(M, N, align, dtype, capability):
             "PIECES": triton.cdiv(N, BLOCK_N),
             "BLOCK_N": BLOCK_N,
             "MASKED": N % BLOCK_N > 0,
-            "CORRECT": correct,
+            "CORRECT_MEAN": correct,
             "ALIGN": align,
         }
         return layernorm_rows_kernel, rows, constants, {"num_warps": 2 if half and N > 256 else 1}
-    rings = TRITON_3_6 and capability[0] in (9, 10)
-    if N % 8192 == 0 and 2**15 < N <= 2**16 and not half and rings:
-        # Up to 225 KiB of shared memory, which other GPUs have not.
-        constants = {"SLOTS": N // 8192 - 1, "BLOCK_N": 8192, "ALIGN": align}
-        return layernorm_ring_kernel, 1, constants, {"num_warps": 32}
-    even, odd = (HALF, HALF_ODD) if half else (FLOAT32, FLOAT32_ODD)
-    plans = odd if align == 1 else even
-    length = next((length for length in plans if N <= length), None)
-    if length is None or not TUPLES:
-        kernel = layernorm_chunks_kernel
-        BLOCK_N, warps, registers = 8192, 16, 64
-        if align == 1:
-            BLOCK_N, warps, registers = 1024 if half else 2048, 8, None
-        constants = {"BLOCK_N": min(BLOCK_N, triton.next_power_of_2(N)), "ALIGN": align}
-    else:
-        kernel = layernorm_pieces_kernel
-        BLOCK_N, warps, registers, reread, hide = plans[length]
-        constants = {
-            "PIECES": triton.cdiv(N, BLOCK_N),
-            "BLOCK_N": BLOCK_N,
-            "MASKED": N % BLOCK_N > 0,
-            "CORRECT": correct,
-            "HIDE": hide and nvidia,
-            "REREAD": reread,
-            "ALIGN": align,
-        }
-    options = {"num_warps": warps if nvidia else min(warps, 16)}  # AMD's have 64 threads
-    if nvidia and registers:
-        options["maxnreg"] = registers
-    return kernel, 1, constants, options
+    found = pieces(M, N, align, half, multiprocessors) if TUPLES else None
+    if found is None:
+        BLOCK_N, warps = (8192, 16) if align > 1 else (1024, 8) if half else (2048, 8)
+        constants = {"BLOCK_N": min(BLOCK_N, length), "ALIGN": align}
+        return layernorm_chunks_kernel, 1, constants, {"num_warps": warps}
+    BLOCK_N, warps = found
+    stay = half and N > 16384 and align > 1
+    constants = {
+        "PIECES": triton.cdiv(N, BLOCK_N),
+        "BLOCK_N": BLOCK_N,
+        "MASKED": N % BLOCK_N > 0,
+        "CORRECT_MEAN": correct,
+        "STAY_16_BIT": stay and nvidia,
+        "READ_AGAIN": align > 1 and not stay and N <= 20480,
+        "ALIGN": align,
+    }
+    # AMD's warps have 64 threads, and a program at most 1024.
+    return layernorm_pieces_kernel, 1, constants, {"num_warps": warps if nvidia else min(warps, 16)}
 
 
 @functools.cache
 def gpu(device):
-    """A GPU's compute capability, (0, 0) for what is none of NVIDIA's, and its multiprocessors."""
+    """Whether a GPU is one of NVIDIA's, and how many multiprocessors it has."""
     if INTERPRET:
-        return (0, 0), 1
-    nvidia = torch.version.hip is None
-    properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor) if nvidia else (0, 0)
-    return capability, properties.multi_processor_count
+        return False, 1
+    return torch.version.hip is None, torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def address(tensor):
@@ -536,8 +432,8 @@ def describe(tensor):
 
 
 def launch_key(t, pointer, grad):
-    """All of a tensor that decides if it is taken, what is launched, and how that is compiled; but
-    of strides only whether it is contiguous, for no other launch is kept.
+    """Cache key: whatever changes validation, the choice of kernel, or compilation. Of strides only
+    whether they are contiguous, for no other launch is kept.
     """
     if t is None:
         return None
@@ -556,19 +452,8 @@ def launch_key(t, pointer, grad):
 _launches = {}  # what has been launched, by launch_key of x, weight and bias
 
 
-def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
-    """LayerNorm over the last dimension, as torch.nn.functional.layer_norm(x, x.shape[-1:], ...).
-
-    x is (..., N), of any strides, N at most 2**20; weight and bias are (N,) or None. Each is
-    float32, float16 or bfloat16; all on one device. Returns a new contiguous tensor of x's shape
-    and dtype, computed in float32. Copied first: an x whose rows are not contiguous or not evenly
-    apart, a strided weight or bias, views that negate.
-
-    There is no gradient, and a forward-mode tangent is dropped. Raises TypeError for another dtype,
-    another layout, and subclasses of torch.Tensor; ValueError for shapes that do not match, for
-    tensors on different devices, for those of a transform such as torch.func.vmap, and where a
-    gradient is wanted.
-    """
+def launch(x, weight, bias, eps):
+    """fast_layernorm of tensors that hold values."""
     try:
         grad = torch.is_grad_enabled()
         x_ptr = x.data_ptr()
@@ -582,9 +467,9 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     except (AttributeError, RuntimeError, ValueError):  # x is empty, or check tells what is wrong
         key = None
     known = _launches.get(key)
-    if known is not None and (not GPUS or x.get_device() == torch.cuda.current_device()):
+    if known is not None and x.get_device() == torch.cuda.current_device():
         # As kernel[grid](...), without its search for what it has compiled, and without the launch
-        # hooks that a profiler may have set.
+        # hooks that a profiler may have set. benchmark.py's table of the host's time has the gain.
         run, current_stream, programs, handles, numbers, constants = known
         out = torch.empty_like(x)
         pointers = x_ptr, gamma_ptr, beta_ptr, out.data_ptr()
@@ -603,20 +488,64 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     rows = rows if N == 1 or rows.stride(1) == 1 else rows.contiguous()
     stride_m = rows.stride(0)
     gamma, beta = (None if t is None else t.resolve_neg().contiguous() for t in (weight, bias))
-    capability, multiprocessors = gpu(x.device)
     align = 1 if rows.data_ptr() % 16 else math.gcd(N, stride_m, 16)
-    kernel, rows_a_program, constants, options = choose(M, N, align, x.dtype, capability)
+    kernel, rows_a_program, constants, options = choose(M, N, align, x.dtype, gpu(x.device))
     programs = triton.cdiv(M, rows_a_program)
-    if kernel is layernorm_ring_kernel:
-        programs = min(M, multiprocessors)
     numbers = M, N, stride_m
     with torch.cuda.device_of(x):  # Triton launches on the current GPU; on the CPU, no effect
         compiled = kernel[(programs,)](
-            rows, gamma, beta, out, *numbers, float(eps), **constants, **options
+            rows, gamma, beta, out, *numbers, eps, **constants, **options
         )
     as_given = x.is_contiguous() and not x.is_neg() and gamma is weight and beta is bias
-    if as_given and TRITON_3_6 and compiled is not None and len(_launches) < 4096:
+    if as_given and RELAUNCH and compiled is not None and len(_launches) < 4096:
         run, current_stream = compiled.run, triton.runtime.driver.active.get_current_stream
         handles = compiled.function, compiled.packed_metadata, None, None, None
         _launches[key] = run, current_stream, programs, handles, numbers, tuple(constants.values())
     return out
+
+
+# An operator for what looks at tensors without values: compilers, exporters, modes.
+operator = torch.library.custom_op(
+    "chapter20::fast_layernorm",
+    launch,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+)
+
+
+@operator.register_fake
+def _(x, weight, bias, eps):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def is_traced(x):
+    """Whether x may have no values, or a mode looks at each operator."""
+    return (
+        (type(x) not in TENSORS and isinstance(x, torch.Tensor))
+        or (type(x) in TENSORS and x.is_meta)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
+    """LayerNorm over the last dimension, as torch.nn.functional.layer_norm(x, x.shape[-1:], ...).
+
+    x is (..., N), of any strides, N at most 2**20; weight and bias are (N,) or None. Each is
+    float32, float16 or bfloat16; all on one device. Returns a new contiguous tensor of x's shape
+    and dtype, computed in float32; under autocast on a GPU float32, as torch does. Copied first: an
+    x whose rows are not contiguous or not evenly apart, a strided weight or bias, views that
+    negate.
+
+    torch.compile and torch.export see one operator, chapter20::fast_layernorm. There is no
+    gradient, and a forward-mode tangent is dropped. Raises TypeError for another dtype, another
+    layout, and subclasses of torch.Tensor; ValueError for shapes that do not match, for tensors on
+    different devices, for those of a transform such as torch.func.vmap, and where a gradient is
+    wanted.
+    """
+    eps = float(eps)
+    if DEVICE == "cuda" and torch.is_autocast_enabled("cuda"):
+        tensors = x, weight, bias
+        x, weight, bias = (t.float() if isinstance(t, torch.Tensor) else t for t in tensors)
+    if torch.compiler.is_compiling() or is_traced(x):
+        return operator(x, weight, bias, eps)
+    return launch(x, weight, bias, eps)

@@ -2,12 +2,14 @@
 
     from fast_linear_gelu import fast_linear_gelu
 
-The file stands alone. linear_gelu_kernel is the chapter's kernel on the tensor cores: each dtype in
-its own precision, tiles in grouped order. linear_gelu_tma_kernel keeps its programs running from
-tile to tile and lets the tensor memory accelerator (TMA) fetch and store them. half_gelu is the
-exact GELU by a polynomial and one exp2 in place of erf, to one unit in the last place of 16 bits
-plus 1e-6. linear_gelu_pingpong_kernel hides it, and the store, behind the next tile's matmul: on
-Hopper.
+The file stands alone. Steps 2 to 5 of the table in README.md, from the chapter's kernel on:
+
+2. linear_gelu_kernel: the tensor cores in each dtype's own precision, tiles in grouped order.
+3. linear_gelu_tma_kernel: programs go on from tile to tile, and the tensor memory accelerator (TMA)
+   fetches and stores tiles.
+4. half_gelu, in all kernels: the exact GELU by a polynomial and one exp2 in place of erf, to one
+   unit in the last place of 16 bits plus 1e-6.
+5. linear_gelu_pingpong_kernel: GELU and the store behind the next tile's matmul, on Hopper.
 """
 
 import functools
@@ -15,12 +17,21 @@ import os
 
 import torch
 
-# Triton looks at TRITON_INTERPRET as it is imported: without a GPU, switch its interpreter on.
+# Without a GPU, Triton interprets the kernels. It reads this variable when it is imported, for each
+# kernel, and when Gluon is imported. Then it is as it was before.
+TRITON_INTERPRET = os.environ.get("TRITON_INTERPRET")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton
 import triton.language as tl
+
+INTERPRET = not isinstance(tl.cdiv, triton.JITFunction)
+if not INTERPRET and not torch.cuda.is_available():
+    raise ImportError(f"no GPU: import {__name__} before triton, or set TRITON_INTERPRET=1")
+DEVICE = "cpu" if INTERPRET else "cuda"
+# The versions on which Gluon, which is experimental, and launching without Triton were tried.
+TRIED = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 
 try:
     from triton.experimental import gluon
@@ -28,12 +39,14 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ModuleNotFoundError:  # an older triton: the step without descriptors
+
+    # Their names since Triton 3.8, and before.
+    tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+    tma_store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
+except (ImportError, AttributeError):  # another triton: the step without descriptors
     gluon, gl, TensorDescriptor = triton, tl, None
 
 GROUP_M = 8
-# Before 3.6, gluon was another, and what launch_again calls took other arguments.
-TRITON_3_6 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -186,8 +199,8 @@ def fetch_blocks(x_desc, w_desc, ring, sizes, GROUP_M: gl.constexpr):
             bar = full.index(slot)
             hopper.mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)  # 2 bytes a value
             x_at, w_at = [pid_m * BLOCK_M, k * BLOCK_K], [pid_n * BLOCK_N, k * BLOCK_K]
-            hopper.tma.async_copy_global_to_shared(x_desc, x_at, bar, x_ring.index(slot))
-            hopper.tma.async_copy_global_to_shared(w_desc, w_at, bar, w_ring.index(slot))
+            tma_load(x_desc, x_at, bar, x_ring.index(slot))
+            tma_load(w_desc, w_at, bar, w_ring.index(slot))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -264,7 +277,7 @@ def multiply_and_gelu(
             out_half.store(half)
             hopper.fence_async_shared()
             corner = [pid_m * BLOCK_M, pid_n * BLOCK_N + h * HALF_N]
-            hopper.tma.async_copy_shared_to_global(out_desc, corner, out_half)
+            tma_store(out_desc, corner, out_half)
         block += 2 * num_k
         turn ^= 1
     hopper.tma.store_wait(0)
@@ -318,8 +331,10 @@ def linear_gelu_pingpong_kernel(
     )
 
 
-INTERPRET = not isinstance(linear_gelu_kernel, triton.JITFunction)
-DEVICE = "cpu" if INTERPRET else "cuda"
+if TRITON_INTERPRET is None:
+    os.environ.pop("TRITON_INTERPRET", None)
+else:
+    os.environ["TRITON_INTERPRET"] = TRITON_INTERPRET
 
 
 @functools.cache
@@ -360,7 +375,7 @@ def choose(M, N, dtype, capability, sms, tma):
     # Enough tiles for half the SMs, and more rows than the small tiles are for.
     large = M > 32 and 2 * tiles >= sms
     # Hopper alone has its matmul instruction. Up to a tile an SM, one of its consumers has none.
-    if tma and half and TRITON_3_6 and capability[0] == 9 and large and tiles > sms:
+    if tma and half and TRIED and capability[0] == 9 and large and tiles > sms:
         return linear_gelu_pingpong_kernel, (128, 128, 64), 4, 6
     # 9 and 10 have the 227 KiB of shared memory that two programs of this take; 12 has 99.
     if tma and capability[0] in (9, 10) and large:
@@ -475,7 +490,7 @@ def launch(device, kernel, programs, arguments, options):
 
 
 def launch_key(tensor):
-    """All of a tensor that decides if it is taken, what is launched, and how that is compiled."""
+    """Cache key: whatever changes validation, the choice of kernel, or compilation."""
     if type(tensor) not in TENSORS or tensor.layout != torch.strided or tensor.is_nested:
         return type(tensor)
     try:
@@ -517,21 +532,8 @@ def with_base(known, tensor):
     return made
 
 
-def fast_linear_gelu(x, weight, bias=None):
-    """gelu(linear(x, weight, bias)) with the exact (erf) GELU; forward only (Section 20.1).
-
-    x is (..., K), weight (N, K), bias (N,) or None, as for torch.nn.functional.linear; a weight of
-    (K,) and a bias of () make one column, which the output then lacks. All float32, float16 or
-    bfloat16, on one device, of any strides; empty ones too. Returns a new, contiguous (..., N)
-    tensor of their dtype. Sums and GELU are in float32, and nothing is rounded in between.
-
-    Copied are only an x whose leading dimensions are no one stride apart, and a strided bias.
-
-    Raises TypeError for another dtype or two, another layout, and subclasses of torch.Tensor;
-    ValueError for two devices, for shapes that do not chain, for tensors of a transform such as
-    torch.func.vmap, and where one requires grad and grad mode is on. A forward-mode tangent is
-    dropped.
-    """
+def launch_checked(x, weight, bias):
+    """fast_linear_gelu of tensors that hold values."""
     key = launch_key(x), launch_key(weight), launch_key(bias)
     known = _launches.get(key)
     if known is not None and x.device.index == torch.cuda.current_device():
@@ -540,7 +542,7 @@ def fast_linear_gelu(x, weight, bias=None):
     check(x, weight, *(() if bias is None else (bias,)))
     if INTERPRET and x.dtype == torch.bfloat16:  # the interpreter computes bfloat16 wrongly
         wide = [t if t is None else t.float() for t in (x, weight, bias)]
-        return fast_linear_gelu(*wide).bfloat16()
+        return launch_checked(*wide).bfloat16()
     out = torch.empty(x.shape[:-1] + weight.shape[:-1], device=x.device, dtype=x.dtype)
     if out.numel() == 0:
         return out
@@ -555,9 +557,59 @@ def fast_linear_gelu(x, weight, bias=None):
     tensors, numbers = arguments_of(kernel, options, rows, columns, dense_bias, output)
     compiled = launch(x.device, kernel, programs, tensors + numbers, options)
     as_given = rows.data_ptr() == x.data_ptr() and dense_bias is bias
-    if as_given and compiled is not None and TRITON_3_6 and len(_launches) < 4096:
+    if as_given and compiled is not None and TRIED and len(_launches) < 4096:
         described = () if kernel is linear_gelu_kernel else (tensors[0], tensors[1], tensors[3])
         descriptors = tuple(with_base(d, None) for d in described)  # keeps no tensor
         numbers += tuple(options[name] for name in kernel.arg_names if name in options)
         _launches[key] = compiled, programs, descriptors, numbers, out.shape
     return out
+
+
+# An operator for what looks at tensors without values: compilers, exporters, modes.
+operator = torch.library.custom_op(
+    "chapter20::fast_linear_gelu",
+    launch_checked,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+)
+
+
+@operator.register_fake
+def _(x, weight, bias):
+    return x.new_empty(x.shape[:-1] + weight.shape[:-1])
+
+
+def is_traced(x):
+    """Whether x may have no values, or a mode looks at each operator."""
+    return (
+        (type(x) not in TENSORS and isinstance(x, torch.Tensor))
+        or (type(x) in TENSORS and x.is_meta)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def fast_linear_gelu(x, weight, bias=None):
+    """gelu(linear(x, weight, bias)) with the exact (erf) GELU; forward only (Section 20.1).
+
+    x is (..., K), weight (N, K), bias (N,) or None, as for torch.nn.functional.linear; a weight of
+    (K,) and a bias of () make one column, which the output then lacks. All float32, float16 or
+    bfloat16, on one device, of any strides; empty ones too. Returns a new, contiguous (..., N)
+    tensor of their dtype; under autocast of autocast's, as torch does. Sums and GELU are in
+    float32, and nothing is rounded in between.
+
+    Copied are only an x whose leading dimensions are no one stride apart, and a strided bias.
+    torch.compile and torch.export see one operator, chapter20::fast_linear_gelu.
+
+    Raises TypeError for another dtype or two, another layout, and subclasses of torch.Tensor;
+    ValueError for two devices, for shapes that do not chain, for tensors of a transform such as
+    torch.func.vmap, and where one requires grad and grad mode is on. A forward-mode tangent is
+    dropped.
+    """
+    if torch.is_autocast_enabled(DEVICE):
+        dtype, tensors = torch.get_autocast_dtype(DEVICE), (x, weight, bias)
+        x, weight, bias = (
+            t.to(dtype) if getattr(t, "dtype", None) in DTYPES else t for t in tensors
+        )
+    if torch.compiler.is_compiling() or is_traced(x):
+        return operator(x, weight, bias)
+    return launch_checked(x, weight, bias)

@@ -16,6 +16,8 @@ try:
     DEVICE = "cpu" if INTERPRET else "cuda"  # device of the kernels; the oracles stay on the CPU
     import triton
     import triton.language as tl
+    if INTERPRET == isinstance(tl.cdiv, triton.JITFunction):
+        raise ImportError("import this before triton: GPU or interpreter is chosen only once")
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 
