@@ -306,7 +306,8 @@ FLOAT32 = {
     1792: (1024, 4),
     2560: (1024, 8),
     5120: (2048, 8),
-    16384: (2048, 16),
+    12288: (2048, 16),
+    16384: (4096, 16),
     20480: (4096, 32),
     32768: (8192, 32),
 }
@@ -317,7 +318,8 @@ HALF = {
     7168: (1024, 4),
     12288: (2048, 4),
     16384: (4096, 8),
-    65536: (4096, 16),
+    32768: (4096, 16),
+    65536: (16384, 16),
 }
 
 
@@ -333,8 +335,8 @@ def pieces(M, N, align, half, multiprocessors):
     if length is None:
         return None
     BLOCK_N, warps = table[length]
-    if half and M <= multiprocessors:
-        # A program alone on its multiprocessor: more warps, so that more is on its way at once.
+    if half and M <= 4 * multiprocessors:
+        # Few programs on a multiprocessor: more warps, so that more is on its way at once.
         more = min(4, 32 // warps)
         BLOCK_N, warps = BLOCK_N * more, warps * more
     return BLOCK_N, warps
@@ -367,7 +369,9 @@ def choose(M, N, align, dtype, gpu):
     if found is None:
         BLOCK_N, warps = (8192, 16) if align > 1 else (1024, 8) if half else (2048, 8)
         constants = {"BLOCK_N": min(BLOCK_N, length), "ALIGN": align}
-        return layernorm_chunks_kernel, 1, constants, {"num_warps": warps}
+        # As many registers as leave room for two programs of 16 warps.
+        registers = {"maxnreg": 64} if nvidia and align > 1 else {}
+        return layernorm_chunks_kernel, 1, constants, {"num_warps": warps} | registers
     BLOCK_N, warps = found
     stay = half and N > 16384 and align > 1
     constants = {
