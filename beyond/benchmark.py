@@ -21,6 +21,7 @@ import csv
 import functools
 import importlib.util
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 try:
+    os.environ["MPLBACKEND"] = "agg"  # a notebook sets one of its own, which is not here
     import matplotlib
     from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
@@ -122,8 +124,7 @@ def layernorm_contenders(N, dtype, thorough):
         contenders["chapter, 4 warps"] = chapters(4)
     contenders[f"chapter, best ({warps} warps)"] = chapters(warps)
     # The ladder's steps before the last, where they are not the chapter's.
-    capability = fast.gpu(x.device)[0]
-    kernel, rows, constants, options = fast.choose(M, N, math.gcd(N, 16), dtype, capability)
+    kernel, rows, constants, options = fast.choose(M, N, math.gcd(N, 16), dtype, fast.gpu(x.device))
     tensors, programs = (x, weight, bias, out, M, N, N, 1e-5), triton.cdiv(M, rows)
 
     def step_with(**changed):
@@ -132,14 +133,10 @@ def layernorm_contenders(N, dtype, thorough):
 
     if 1 < constants["ALIGN"] < 16:
         contenders["without ALIGN"] = step_with(ALIGN=1)
-    if constants.get("REREAD"):
-        contenders["pieces, held"] = step_with(REREAD=False)
-    if constants.get("HIDE"):
-        contenders["pieces as float32"] = step_with(HIDE=False)
-    if kernel is fast.layernorm_ring_kernel:
-        # What takes the rows that are longer than all others' can be.
-        chunks, _, block, limits = fast.choose(M, 2**20, 16, dtype, capability)
-        contenders["chunks"] = lambda: chunks[(M,)](*tensors, **block, **limits)
+    if constants.get("READ_AGAIN"):
+        contenders["pieces, held"] = step_with(READ_AGAIN=False)
+    if constants.get("STAY_16_BIT"):
+        contenders["pieces as float32"] = step_with(STAY_16_BIT=False)
     contenders |= peer("Liger", "liger-kernel", lambda: liger(x, weight, bias))
     contenders |= peer("QuACK", "quack-kernels", lambda: quack(x, weight, bias))
     return contenders

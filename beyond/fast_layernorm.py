@@ -337,7 +337,7 @@ def pieces(M, N, align, half, multiprocessors):
     BLOCK_N, warps = table[length]
     if half and M <= 4 * multiprocessors:
         # Few programs on a multiprocessor: more warps, so that more is on its way at once.
-        more = min(4, 32 // warps)
+        more = min(4 if M <= multiprocessors else 2, 32 // warps)
         BLOCK_N, warps = BLOCK_N * more, warps * more
     return BLOCK_N, warps
 
