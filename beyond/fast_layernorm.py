@@ -508,7 +508,7 @@ def launch(x, weight, bias, eps):
     return out
 
 
-# An operator for what looks at tensors without values: compilers, exporters, modes.
+# An operator, for tensors without values, and for compilers and modes that look at each operator.
 operator = torch.library.custom_op(
     "chapter20::fast_layernorm",
     launch,
@@ -520,15 +520,6 @@ operator = torch.library.custom_op(
 @operator.register_fake
 def _(x, weight, bias, eps):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def is_traced(x):
-    """Whether x may have no values, or a mode looks at each operator."""
-    return (
-        (type(x) not in TENSORS and isinstance(x, torch.Tensor))
-        or (type(x) in TENSORS and x.is_meta)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
@@ -547,9 +538,10 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     wanted.
     """
     eps = float(eps)
-    if DEVICE == "cuda" and torch.is_autocast_enabled("cuda"):
+    if DEVICE == "cuda" and torch.is_autocast_enabled():
         tensors = x, weight, bias
         x, weight, bias = (t.float() if isinstance(t, torch.Tensor) else t for t in tensors)
-    if torch.compiler.is_compiling() or is_traced(x):
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if traced or (isinstance(x, torch.Tensor) and (type(x) not in TENSORS or x.is_meta)):
         return operator(x, weight, bias, eps)
     return launch(x, weight, bias, eps)

@@ -565,7 +565,7 @@ def launch_checked(x, weight, bias):
     return out
 
 
-# An operator for what looks at tensors without values: compilers, exporters, modes.
+# An operator, for tensors without values, and for compilers and modes that look at each operator.
 operator = torch.library.custom_op(
     "chapter20::fast_linear_gelu",
     launch_checked,
@@ -577,15 +577,6 @@ operator = torch.library.custom_op(
 @operator.register_fake
 def _(x, weight, bias):
     return x.new_empty(x.shape[:-1] + weight.shape[:-1])
-
-
-def is_traced(x):
-    """Whether x may have no values, or a mode looks at each operator."""
-    return (
-        (type(x) not in TENSORS and isinstance(x, torch.Tensor))
-        or (type(x) in TENSORS and x.is_meta)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 def fast_linear_gelu(x, weight, bias=None):
@@ -610,6 +601,7 @@ def fast_linear_gelu(x, weight, bias=None):
         x, weight, bias = (
             t.to(dtype) if getattr(t, "dtype", None) in DTYPES else t for t in tensors
         )
-    if torch.compiler.is_compiling() or is_traced(x):
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if traced or (isinstance(x, torch.Tensor) and (type(x) not in TENSORS or x.is_meta)):
         return operator(x, weight, bias)
     return launch_checked(x, weight, bias)
