@@ -4,9 +4,7 @@ import re
 
 import pytest
 import torch
-import triton
 import watched
-from compile_check import CHAPTERS_TILE, compile_all
 from helpers import (
     DEVICE,
     EPS,
@@ -16,7 +14,6 @@ from helpers import (
     buggy,
     count_launches,
     draw,
-    expected_file,
     fused,
     interpreted,
     layernorm,
@@ -29,7 +26,6 @@ from helpers import (
     wrong_eps,
 )
 
-LINEAR = ROOT / "chapter20/01_fused_linear_gelu.py"
 ROWS = ROOT / "chapter20/02_row_mean_var.py"
 NORM = ROOT / "chapter20/03_fused_layernorm.py"
 
@@ -104,38 +100,6 @@ def test_cpu_tensors_are_refused_on_a_gpu():
     x, out = torch.randn(5, 10), torch.empty(5)
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
         row_mean_var.row_mean_var_kernel[(5,)](x, out, out, 5, 10, 10, BLOCK_N=16)
-
-
-def test_the_printed_tile_runs_in_the_interpreter_only(tmp_path, capsys):
-    path = printed(tmp_path, LINEAR, *CHAPTERS_TILE)
-    for target in ("sm_80", "sm_90"):
-        assert any(" does not compile" in fault for fault in compile_all([path], target)[path][1])
-    section = load_path(path).section_20_1
-    if INTERPRET and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
-        with pytest.raises(Exception, match="M >= 16, N >= 16 and K >= 16"):
-            section()
-    elif INTERPRET:
-        section()
-        assert capsys.readouterr().out == expected_file(LINEAR).read_text()
-    else:
-        with pytest.raises(Exception, match="K >= 16"):
-            section()
-
-
-def test_the_default_precision_is_tf32(tmp_path):
-    path = printed(tmp_path, LINEAR, ', input_precision="ieee"', "")
-    assert any("TF32" in fault for fault in compile_all([path], "sm_80")[path][1])
-    x, weight, bias = draw(20, 12), draw(16, 12, seed=1), draw(16, seed=2)
-    exact = torch.nn.functional.gelu(x.double() @ weight.double().T + bias)
-    as_printed, ours = (
-        (module.fused_linear_gelu(x, weight, bias) - exact).abs().max().item()
-        for module in (load_path(path), linear_gelu)
-    )
-    assert ours < 5e-6
-    if INTERPRET:
-        assert as_printed == ours
-    elif torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0):
-        assert 1e-3 < as_printed < 3e-2
 
 
 def test_the_printed_transpose_is_a_second_launch():
