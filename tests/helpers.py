@@ -177,6 +177,19 @@ class Operators(TorchDispatchMode):
         return result
 
 
+def replace_kernels(monkeypatch, module, stand_in):
+    """Has stand_in(name, kernel) launched in the place of each of a script's kernels."""
+    kernels = {name: k for name, k in vars(module).items() if hasattr(k, "arg_names")}
+    stand_ins = {kernel: stand_in(name, kernel) for name, kernel in kernels.items()}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(module, name, stand_ins[kernel])
+    # A keyword's default is the kernel itself, whatever its name stands for now.
+    for function in vars(module).values():
+        if getattr(function, "__defaults__", None) and function not in kernels.values():
+            defaults = tuple(stand_ins.get(default, default) for default in function.__defaults__)
+            monkeypatch.setattr(function, "__defaults__", defaults)
+
+
 def count_launches(run, *args):
     """The kernels that a call launches: on a GPU by the profiler, without one by counting."""
     if INTERPRET:

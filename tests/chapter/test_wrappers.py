@@ -13,15 +13,13 @@ from helpers import (
     INTERPRET,
     LAYOUTS,
     assert_close,
-    buggy,
-    complete,
-    draw,
     exact_layernorm,
     exact_linear_gelu,
     layernorm,
     linear_gelu,
     matrix,
     ones_and_zeros,
+    replace_kernels,
     row_mean_var,
     vector,
     wrong_eps,
@@ -30,9 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 # Examples are compiled on a GPU and interpreted elsewhere: either may take long, none may be flaky.
-# mutants.py has a profile with fewer.
-EXAMPLES = settings.default.max_examples if INTERPRET else 40
-quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 layouts = st.sampled_from(list(LAYOUTS))
 seeds = st.integers(0, 2**16)
@@ -78,21 +74,12 @@ def test_linear_gelu_of_next_to_nothing(shape):
 
 
 def test_linear_gelu_is_the_exact_gelu_not_the_tanh_form():
-    x = torch.linspace(-6, 6, 1201, device=DEVICE)[:, None]
+    x = torch.linspace(-6, 6, 201, device=DEVICE)[:, None]
     one, zero = torch.ones(1, 1, device=DEVICE), torch.zeros(1, device=DEVICE)
     exact = exact_linear_gelu(x, one, None)
     assert_close(linear_gelu.fused_linear_gelu(x, one, zero), exact, 1e-6)
     tanh = torch.nn.functional.gelu(x.double().cpu(), approximate="tanh")
     assert (exact - tanh).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("tail", [3.0, -1000.0])
-@pytest.mark.parametrize("M, N", [(20, 16), (33, 7), (5, 40)])
-def test_the_buggy_kernel_adds_what_lies_past_the_end_to_the_rows_from_N_on(M, N, tail):
-    x, weight, bias = draw(M, 12), draw(N, 12, seed=1), draw(N, seed=2)
-    rows = torch.cat([bias, torch.full((max(M - N, 0),), tail, device=DEVICE)])[:M, None]
-    exact = torch.nn.functional.gelu(x.double() @ weight.double().T + rows.double())
-    assert_close(buggy(x, weight, bias, tail), exact, 1e-5)
 
 
 @quick
@@ -141,7 +128,7 @@ def tolerance(x, gamma, deviation):
     return (2e-6 + 2e-7 * largest / deviation) * (1.0 + gamma.abs().cpu())
 
 
-@settings(quick, max_examples=EXAMPLES * 2 // 5 if INTERPRET else 20)
+@settings(quick, max_examples=20)
 @given(
     shape=st.tuples(st.integers(1, 20), st.integers(1, 300)),
     layout=layouts,
@@ -206,15 +193,6 @@ def test_torchs_default_dtype_and_device_change_nothing():
     assert_close(normalized, exact_layernorm(x, bias, bias, EPS), 1e-5)
 
 
-def test_inputs_are_left_as_they_were():
-    x, weight, bias = matrix(20, 12, 0), matrix(12, 12, 1), vector(12, 2)
-    before = [t.clone() for t in (x, weight, bias)]
-    linear_gelu.fused_linear_gelu(x, weight, bias)
-    row_mean_var.row_mean_var(x)
-    layernorm.triton_layernorm(x, bias, bias)
-    assert all(torch.equal(*pair) for pair in zip(before, (x, weight, bias), strict=True))
-
-
 # --- Launches ---
 
 
@@ -229,14 +207,8 @@ class Launches(list):
 def launches(monkeypatch):
     """The launches that the wrappers make."""
     launches = Launches()
-    for module in (linear_gelu, row_mean_var, layernorm, complete):
-        for name in dir(module):
-            if "_kernel" in name:
-                monkeypatch.setattr(module, name, launches)
-    # A keyword's default is the kernel itself, whatever its name stands for now.
-    for wrapper in (linear_gelu.fused_linear_gelu, layernorm.triton_layernorm):
-        defaults = [launches if hasattr(d, "fn") else d for d in wrapper.__defaults__]
-        monkeypatch.setattr(wrapper, "__defaults__", tuple(defaults))
+    for module in (linear_gelu, row_mean_var, layernorm):
+        replace_kernels(monkeypatch, module, lambda *_: launches)
     return launches
 
 
@@ -291,46 +263,31 @@ WRAPPERS = {
 G = tensor(12)
 D = f" on {DEVICE}, not"
 REFUSED = [
-    # Each argument's dtype, rank, size, device, layout; what is no tensor; None.
+    # Each argument, and each thing that check() looks at: it is the same in all three.
     (LINEAR, (X.half(), W, B), f"x must be dense float32 ('M', 'K'){D} torch.float16 (20, 12)"),
     (LINEAR, (X, W.double(), B), "weight must be dense float32 ('N', 12) ... torch.float64"),
     (LINEAR, (X, W, B.bfloat16()), "bias must be dense float32 (16,) ... torch.bfloat16 (16,)"),
     (LINEAR, (X[0], W, B), "x ... not torch.float32 (12,)"),
     (LINEAR, (X[None], W, B), "x ... not torch.float32 (1, 20, 12)"),
-    (LINEAR, (X, W[0], B), "weight ... not torch.float32 (12,)"),
     (LINEAR, (X, W.T, B), "weight ... not torch.float32 (12, 16)"),
     (LINEAR, (X, W, B[:15]), "bias ... not torch.float32 (15,)"),
-    (LINEAR, (X, W, tensor(1)), "bias ... not torch.float32 (1,)"),
-    (LINEAR, (X, W, tensor(16, 1)), "bias ... not torch.float32 (16, 1)"),
     (LINEAR, (X.to(OTHER), W, B), f"x ...{D} torch.float32 (20, 12) on {OTHER}"),
     (LINEAR, (X, W.to(OTHER), B), f"weight ... not torch.float32 (16, 12) on {OTHER}"),
-    (LINEAR, (X, W, B.to(OTHER)), f"bias ... not torch.float32 (16,) on {OTHER}"),
     (LINEAR, (X, W, None), "bias ... not <class 'NoneType'>"),
     (LINEAR, ([[0.0]], W, B), "x ... not <class 'list'>"),
     (LINEAR, (X, W.to_sparse(), B), "weight ... torch.sparse_coo"),
     (LINEAR, (X, W, torch._neg_view(B)), "bias ... a negated view"),
     (ROWS, (X.half(),), "x ... not torch.float16"),
-    (ROWS, (X[0],), "x ... not torch.float32 (12,)"),
-    (ROWS, (X.to(OTHER),), f"x ... not torch.float32 (20, 12) on {OTHER}"),
-    (ROWS, (None,), "x ... not <class 'NoneType'>"),
     (ROWS, (X, 8), "expected 0 < N <= BLOCK_N <= 2**20, got N=12, BLOCK_N=8"),
     (ROWS, (X, 2**21), "got N=12, BLOCK_N=2097152"),
-    (ROWS, (tensor(3, 0),), "got N=0, BLOCK_N=0"),
     (ROWS, (tensor(3, 0), 16), "got N=0, BLOCK_N=16"),
     (ROWS, (LONG,), "got N=1048577, BLOCK_N=2097152"),
     (NORM, (X.double(), G, G), "x ... not torch.float64"),
-    (NORM, (X[0], G, G), "x ... not torch.float32 (12,)"),
-    (NORM, (X.to(OTHER), G, G), f"x ... not torch.float32 (20, 12) on {OTHER}"),
     (NORM, (X, G.half(), G), "gamma must be dense float32 (12,) ... torch.float16"),
     (NORM, (X, G, G.half()), "beta must be dense float32 (12,) ... torch.float16"),
-    (NORM, (X, tensor(20), G), "gamma ... not torch.float32 (20,)"),
-    (NORM, (X, G, tensor(1)), "beta ... not torch.float32 (1,)"),
     (NORM, (X, G.to(OTHER), G), f"gamma ... not torch.float32 (12,) on {OTHER}"),
-    (NORM, (X, G, G.to(OTHER)), f"beta ... not torch.float32 (12,) on {OTHER}"),
     (NORM, (LONG, LONG[0], LONG[0]), "expected rows of 1 to 2**20 values, got x (1, 1048577)"),
     (NORM, (tensor(3, 0), G[:0], G[:0]), "expected rows of 1 to 2**20 values, got x (3, 0)"),
-    (NORM, (X, None, G), "gamma ... not <class 'NoneType'>"),
-    (NORM, (X, G, None), "beta ... not <class 'NoneType'>"),
 ]
 
 
@@ -353,13 +310,6 @@ def test_linear_gelu_refuses_more_tiles_than_a_grid_has_and_negative_ones(launch
     assert launches == []
     linear_gelu.fused_linear_gelu(X, W, B, BLOCK_M=1)  # the interpreter, and newer GPUs, take it
     assert [grid for grid, _ in launches] == [(20, 1)]
-
-
-def test_triton_itself_refuses_a_block_that_is_no_power_of_two():
-    with pytest.raises(Exception, match="power of 2"):
-        linear_gelu.fused_linear_gelu(X, W, B, BLOCK_M=48)
-    with pytest.raises(Exception, match="power of 2"):
-        row_mean_var.row_mean_var(X, BLOCK_N=24)
 
 
 def test_eps_may_be_any_number():
