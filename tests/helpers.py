@@ -150,10 +150,6 @@ def assert_close(result, exact, tolerance=2e-6):
 # --- Launches and operators ---
 
 
-def fused(x, weight, bias):
-    return linear_gelu.fused_linear_gelu(x, weight, bias)
-
-
 def naive(x, weight, bias):
     """The same as three operators: matmul, add, GELU."""
     return gelu(x @ weight.T + bias)
