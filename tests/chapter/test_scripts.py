@@ -56,17 +56,14 @@ def test_a_python_without_a_package_is_told_what_to_run(missing, main, monkeypat
     assert re.fullmatch(rf".*\b{missing}\b.*: \./run_all\.sh .*, \.venv/bin/python", code)
 
 
+ON, OFF = ("1", "true", "True", "YES", "on", "y", "Y"), (None, "", "0", "off")
+
+
 @pytest.mark.parametrize(
     "gpu, variable, device",
-    [
-        (False, None, "cpu"),
-        (False, "0", "cpu"),
-        (True, None, "cuda"),
-        (True, "", "cuda"),
-        (True, "0", "cuda"),
-        (True, "off", "cuda"),
-        *[(True, on, "cpu") for on in ("1", "true", "True", "YES", "on", "y", "Y")],
-    ],
+    [(False, None, "cpu"), (False, "0", "cpu")]
+    + [(True, variable, "cuda") for variable in OFF]
+    + [(True, variable, "cpu") for variable in ON],
 )
 def test_the_device_for_each_spelling_of_triton_interpret(gpu, variable, device, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -110,8 +107,3 @@ def test_scripts_are_ascii_and_stand_alone(script):
     imported = {alias.name.split(".")[0] for node in imports for alias in node.names}
     assert imported <= {"argparse", "os", "sys", "numpy", "torch", "triton"}
     assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(ast.parse(source)))
-
-
-@every_script
-def test_the_first_kernel_comes_within_30_lines(script):
-    assert script.read_text().split("\n").index("@triton.jit") < 30
