@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -66,22 +67,21 @@ def launches_of(path, backend):
     path = Path(path).resolve()
     launches = []
     names = {"__name__": path.stem, "__file__": str(path)}
-    real = JITFunction.run, torch.cuda.is_available, torch.version.hip
-    JITFunction.run = recorder(launches)
-    torch.cuda.is_available = lambda: True  # so that the script leaves the interpreter off
-    torch.version.hip = "7.0" if backend == "hip" else None
-    try:
+    with (
+        mock.patch.object(JITFunction, "run", recorder(launches)),
+        # So that the script leaves the interpreter off.
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.version, "hip", "7.0" if backend == "hip" else None),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         exec(compile(path.read_text(), path, "exec"), names)
         names["DEVICE"] = "cpu"
-        with contextlib.redirect_stdout(io.StringIO()):
-            for name in sorted(n for n in names if n.startswith("section_")):
-                results = names[name]()
-                if "worked_examples" in names:
-                    names["worked_examples"](*results)
-            for name in ALSO.keys() & names.keys():
-                names[name](*ALSO[name])
-    finally:
-        JITFunction.run, torch.cuda.is_available, torch.version.hip = real
+        for name in sorted(n for n in names if n.startswith("section_")):
+            results = names[name]()
+            if "worked_examples" in names:
+                names["worked_examples"](*results)
+        for name in ALSO.keys() & names.keys():
+            names[name](*ALSO[name])
     kernels = {name: k for name, k in names.items() if isinstance(k, JITFunction)}
     return kernels, launches
 

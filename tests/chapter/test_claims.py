@@ -204,7 +204,7 @@ def eps_bug_shows(x):
 
 @pytest.mark.parametrize("N", [8, 17, 64, 1000])
 def test_claim_6_ordinary_rows_never_show_the_eps_bug(N):
-    assert not any(eps_bug_shows(draw(4, N, seed=seed)) for seed in range(20))
+    assert not eps_bug_shows(draw(80, N))
     assert eps_bug_shows(draw(4, N) * 1e-3)
 
 
@@ -239,8 +239,6 @@ def test_question_2_rows_from_N_on_add_what_lies_past_the_end_without_an_error(M
 
 def test_question_4_the_mean_of_a_part_is_not_the_mean_of_the_row():
     x = draw(6, 17)
-    with pytest.raises(ValueError, match="BLOCK_N=16"):
-        row_mean_var.row_mean_var(x, BLOCK_N=16)
     mean, var = torch.empty(6, device=DEVICE), torch.empty(6, device=DEVICE)
     row_mean_var.row_mean_var_kernel[(6,)](x, mean, var, 6, 17, x.stride(0), BLOCK_N=16)
     assert torch.allclose(mean, x[:, :16].sum(dim=-1) / 17, atol=1e-5)

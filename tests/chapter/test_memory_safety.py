@@ -89,8 +89,10 @@ def guarded(values, band):
 def test_guard_bands_are_neither_read_nor_written(run, layout, monkeypatch):
     made = []
 
-    def empty(shape, **options):
-        out, buffer = guarded(torch.full(np.atleast_1d(shape).tolist(), NAN, **options), -12345.0)
+    def empty(shape, device, dtype):  # without either, torch's defaults would decide
+        assert (device.type, dtype) == (DEVICE, torch.float32)
+        inside = torch.full(np.atleast_1d(shape).tolist(), NAN, device=device, dtype=dtype)
+        out, buffer = guarded(inside, -12345.0)
         made.append(buffer)
         return out
 
