@@ -28,13 +28,17 @@ def functions(script):
 
 
 def code(script, name):
-    """A function's statements as text, without comments, docstring and the case of a buggy kernel.
+    """A function without its name, comments and docstring, and without the case of a buggy kernel.
 
     What 01 launches by the name "kernel", 04 launches by the kernel's own.
     """
-    body = functions(script)[name].body[ast.get_docstring(functions(script)[name]) is not None :]
-    text = "\n".join(ast.unparse(n) for n in body if not ast.unparse(n).startswith("if kernel is "))
-    return text.replace(" kernel[grid]", " fused_linear_gelu_kernel[grid]")
+    function = functions(script)[name]
+    body = function.body[ast.get_docstring(function) is not None :]
+    statements = [ast.unparse(node) for node in (function.args, *body)]
+    text = "\n".join(s for s in statements if not s.startswith("if kernel is "))
+    text = text.replace("kernel=fused_linear_gelu_kernel, ", "")
+    text = text.replace(" kernel[grid]", " fused_linear_gelu_kernel[grid]")
+    return text.replace("eps=1e-05, kernel=layernorm_forward_kernel", "eps, kernel")
 
 
 @pytest.mark.parametrize(
