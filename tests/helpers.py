@@ -27,18 +27,14 @@ def expected_file(script):
     return ROOT / "expected_outputs" / script.relative_to(ROOT).with_suffix(".txt")
 
 
-def load_path(path):
-    """The file as a module; it chooses the GPU or the interpreter as it always does."""
+@functools.cache
+def load(name):
+    """The file ROOT/name as a module; it chooses the GPU or the interpreter as it always does."""
+    path = ROOT / name
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@functools.cache
-def load(name):
-    """The file ROOT/name as a module, loaded once."""
-    return load_path(ROOT / name)
 
 
 linear_gelu = load("chapter20/01_fused_linear_gelu.py")

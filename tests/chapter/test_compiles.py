@@ -14,7 +14,7 @@ from helpers import (
     exact_linear_gelu,
     expected_file,
     linear_gelu,
-    load_path,
+    load,
     triton,
 )
 
@@ -76,7 +76,7 @@ def test_the_check_finds_this_fault(results, fault):
 
 def test_the_printed_tile_runs_in_the_interpreter_only(edited, results, capsys):
     test_the_check_finds_this_fault(results, "printed tile")
-    section = load_path(edited["printed tile"]).section_20_1
+    section = load(edited["printed tile"]).section_20_1
     if INTERPRET and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3):
         section()
         assert capsys.readouterr().out == expected_file(ROOT / LINEAR).read_text()
@@ -91,7 +91,7 @@ def test_the_default_precision_is_tf32(edited, results):
     exact = exact_linear_gelu(x, weight, bias)
     as_printed, ours = (
         (module.fused_linear_gelu(x, weight, bias).cpu() - exact).abs().max().item()
-        for module in (load_path(edited["printed precision"]), linear_gelu)
+        for module in (load(edited["printed precision"]), linear_gelu)
     )
     assert ours < 5e-6
     if INTERPRET:

@@ -16,7 +16,7 @@ from helpers import (
     interpreted,
     layernorm,
     linear_gelu,
-    load_path,
+    load,
     on_a_gpu,
     ones_and_zeros,
     row_mean_var,
@@ -104,7 +104,7 @@ def test_the_printed_transpose_is_a_second_launch():
 
 def test_the_printed_layernorm_writes_past_its_output(tmp_path):
     path = printed(tmp_path, NORM, "out_ptr + row * N", "out_ptr + row * stride_m")
-    module = load_path(path)
+    module = load(path)
     x = draw(6, 40)[:, :17]
     parameters = ones_and_zeros(x)
     if INTERPRET:
@@ -132,7 +132,7 @@ def test_the_printed_row_mean_var_is_wrong_for_a_transposed_x():
 @pytest.mark.parametrize("script", [ROWS, NORM], ids=["02", "03"])
 def test_a_32_bit_row_offset_wraps(script, tmp_path):
     path = printed(tmp_path, script, "tl.program_id(0).to(tl.int64)", "tl.program_id(0)")
-    module = load_path(path)
+    module = load(path)
     x = sparse().as_strided((3, 5), (2**30, 1))
     with pytest.raises(Exception, match="reads 5 elements that are not its own"):
         if script == ROWS:

@@ -114,6 +114,14 @@ def test_guard_bands_are_neither_read_nor_written(run, layout, monkeypatch):
         assert torch.equal(buffer.view(torch.int32), old.view(torch.int32))
 
 
+@interpreted
+def test_a_read_between_the_rows_is_caught():
+    # The watch itself: what lies between a view's rows is not the view's.
+    x, out = matrix(6, 17, 0, "columns of a wider tensor"), torch.empty(6)
+    with pytest.raises(Exception, match="reads 1 elements that are not its own"):
+        row_mean_var.row_mean_var_kernel[(6,)](x, out, out, 6, 18, x.stride(0), BLOCK_N=32)
+
+
 # --- Past 2**31 elements ---
 
 
