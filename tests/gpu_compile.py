@@ -1,10 +1,10 @@
 """Compiles a script's kernels for GPUs that need not be there, as its own wrappers launch them.
 
-    ls chapter20/*.py | python tests/gpu_compile.py sm_90 gfx942
+    python tests/gpu_compile.py chapter20/01_fused_linear_gelu.py:sm_90,gfx942 chapter20/02_*.py
 
-Without a target, for all of TARGETS. The script runs with its launches recorded instead of made:
+Without targets, for all of TARGETS. The script runs with its launches recorded instead of made:
 the arguments of each launch give the types and constants that Triton compiles with. Prints a line
-of JSON for each script: the list of what was compiled, and the list of faults.
+of JSON for each script: the list of what it launches, and the list of faults.
 
 Triton's interpreter has to be off before triton is imported, so this is a process of its own.
 """
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -66,22 +67,21 @@ def launches_of(path, backend):
     path = Path(path).resolve()
     launches = []
     names = {"__name__": path.stem, "__file__": str(path)}
-    real = JITFunction.run, torch.cuda.is_available, torch.version.hip
-    JITFunction.run = recorder(launches)
-    torch.cuda.is_available = lambda: True  # so that the script leaves the interpreter off
-    torch.version.hip = "7.0" if backend == "hip" else None
-    try:
+    with (
+        mock.patch.object(JITFunction, "run", recorder(launches)),
+        # So that the script leaves the interpreter off.
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.version, "hip", "7.0" if backend == "hip" else None),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         exec(compile(path.read_text(), path, "exec"), names)
         names["DEVICE"] = "cpu"
-        with contextlib.redirect_stdout(io.StringIO()):
-            for name in sorted(n for n in names if n.startswith("section_")):
-                results = names[name]()
-                if "worked_examples" in names:
-                    names["worked_examples"](*results)
-            for name in ALSO.keys() & names.keys():
-                names[name](*ALSO[name])
-    finally:
-        JITFunction.run, torch.cuda.is_available, torch.version.hip = real
+        for name in sorted(n for n in names if n.startswith("section_")):
+            results = names[name]()
+            if "worked_examples" in names:
+                names["worked_examples"](*results)
+        for name in ALSO.keys() & names.keys():
+            names[name](*ALSO[name])
     kernels = {name: k for name, k in names.items() if isinstance(k, JITFunction)}
     return kernels, launches
 
@@ -146,36 +146,40 @@ def faults_of(compiled, target):
     return found
 
 
+found = {}  # the faults of a launch: scripts repeat each other's kernels, and compile them once
+
+
 def check(path, targets):
     """Compiles every launch of a script for the targets.
 
-    Returns what was compiled and what was wrong with it, both as lists of text.
+    Returns what it launches and what is wrong with it, both as lists of text.
     """
-    compiled, faults = [], []
+    labels, faults = [], []
     for name in targets:
         target = TARGETS[name]
         kernels, launches = launches_of(path, target.backend)
         for kernel in kernels.keys() - {kernel.__name__ for kernel, *_ in launches}:
             faults.append(f"{kernel} for {name}: no section and no wrapper launches it")
-        done = set()
         for kernel, arguments, options in launches:
-            shown = [f"{k}={v}" for k, v in (arguments | options).items() if not torch.is_tensor(v)]
-            label = f"{kernel.__name__} ({', '.join(shown)}) for {name}"
-            if label in done:
-                continue
-            done.add(label)
-            try:
-                result = compile_for(target, kernel, arguments, options)
-            except Exception as error:
-                faults.append(f"{label}: does not compile: {error}")
-                continue
-            compiled.append(label)
-            faults += [f"{label}: {fault}" for fault in faults_of(result, target)]
-    return compiled, faults
+            shown = {k: v.dtype if torch.is_tensor(v) else v for k, v in arguments.items()}
+            shown = ", ".join(f"{k}={v}" for k, v in (shown | options).items())
+            label = f"{kernel.__name__} ({shown}) for {name}"
+            if (label, kernel.src) not in found:
+                try:
+                    compiled = compile_for(target, kernel, arguments, options)
+                except Exception as error:
+                    found[label, kernel.src] = [f"does not compile: {error}"]
+                else:
+                    found[label, kernel.src] = faults_of(compiled, target)
+            if label not in labels:
+                labels.append(label)
+                faults += [f"{label}: {fault}" for fault in found[label, kernel.src]]
+    return labels, faults
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        for line in sys.stdin:
-            print(json.dumps(check(line.rstrip("\n"), sys.argv[1:] or TARGETS)), flush=True)
+        for argument in sys.argv[1:]:
+            path, _, targets = argument.partition(":")
+            print(json.dumps(check(path, targets.split(",") if targets else TARGETS)), flush=True)

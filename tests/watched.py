@@ -19,10 +19,8 @@ READS_PAST_THE_END = {
 
 def addresses(tensor):
     """The address of each element, in an array of the tensor's shape."""
-    offsets = np.zeros((1,) * tensor.dim(), dtype=np.int64)
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        steps = np.arange(size, dtype=np.int64) * stride
-        offsets = offsets + steps.reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+    indices = np.indices(tensor.shape, sparse=True)
+    offsets = sum(i * stride for i, stride in zip(indices, tensor.stride(), strict=True))
     return tensor.data_ptr() + tensor.element_size() * np.broadcast_to(offsets, tensor.shape)
 
 

@@ -4,24 +4,19 @@ import re
 
 import pytest
 import torch
-import triton
 import watched
-from compile_check import CHAPTERS_TILE, compile_all
 from helpers import (
     DEVICE,
     EPS,
     INTERPRET,
-    NEAR_CONSTANT,
     ROOT,
     buggy,
     count_launches,
     draw,
-    expected_file,
-    fused,
     interpreted,
     layernorm,
     linear_gelu,
-    load_path,
+    load,
     on_a_gpu,
     ones_and_zeros,
     row_mean_var,
@@ -29,7 +24,6 @@ from helpers import (
     wrong_eps,
 )
 
-LINEAR = ROOT / "chapter20/01_fused_linear_gelu.py"
 ROWS = ROOT / "chapter20/02_row_mean_var.py"
 NORM = ROOT / "chapter20/03_fused_layernorm.py"
 
@@ -51,23 +45,16 @@ def test_every_row_names_a_test_and_every_test_here_has_a_row():
     assert ours - set(rows) == {"test_every_row_names_a_test_and_every_test_here_has_a_row"}
 
 
-def test_the_near_constant_row_has_eight_values(monkeypatch):
-    checked = []
-    monkeypatch.setattr(layernorm, "check", lambda name, tensor, *_: checked.append((name, tensor)))
-    layernorm.section_20_3()
-    x_flat = [tensor for name, tensor in checked if name == "x"][-1]
-    assert torch.equal(x_flat.cpu(), NEAR_CONSTANT)
-    assert x_flat.shape == (1, 8)
+def test_the_near_constant_row_has_eight_values():
+    *_, (oracle_flat, _, _) = layernorm.section_20_3()
+    assert oracle_flat.shape == (1, 8)
 
 
 def test_short_random_rows_do_show_the_eps_bug():
-    def share(N):
-        x = draw(1000, N)
-        right = torch.nn.functional.layer_norm(x, (N,))
-        return 1 - torch.isclose(wrong_eps(x), right, atol=1e-4).all(dim=-1).double().mean().item()
-
-    assert 0.15 < share(2) < 0.25
-    assert share(17) == 0
+    x = draw(500, 2)
+    right = torch.nn.functional.layer_norm(x, (2,))
+    shows = ~torch.isclose(wrong_eps(x), right, atol=1e-4).all(dim=-1)
+    assert 0.15 < shows.double().mean().item() < 0.25
 
 
 @interpreted
@@ -106,51 +93,18 @@ def test_cpu_tensors_are_refused_on_a_gpu():
         row_mean_var.row_mean_var_kernel[(5,)](x, out, out, 5, 10, 10, BLOCK_N=16)
 
 
-def test_the_printed_tile_runs_in_the_interpreter_only(tmp_path, capsys):
-    path = printed(tmp_path, LINEAR, *CHAPTERS_TILE)
-    for target in ("sm_80", "sm_90"):
-        assert any(" does not compile" in fault for fault in compile_all([path], target)[path][1])
-    section = load_path(path).section_20_1
-    if INTERPRET and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
-        with pytest.raises(Exception, match="M >= 16, N >= 16 and K >= 16"):
-            section()
-    elif INTERPRET:
-        section()
-        assert capsys.readouterr().out == expected_file(LINEAR).read_text()
-    else:
-        with pytest.raises(Exception, match="K >= 16"):
-            section()
-
-
-def test_the_default_precision_is_tf32(tmp_path):
-    path = printed(tmp_path, LINEAR, ', input_precision="ieee"', "")
-    assert any("TF32" in fault for fault in compile_all([path], "sm_80")[path][1])
-    x, weight, bias = draw(20, 12), draw(16, 12, seed=1), draw(16, seed=2)
-    exact = torch.nn.functional.gelu(x.double() @ weight.double().T + bias)
-    as_printed, ours = (
-        (module.fused_linear_gelu(x, weight, bias) - exact).abs().max().item()
-        for module in (load_path(path), linear_gelu)
-    )
-    assert ours < 5e-6
-    if INTERPRET:
-        assert as_printed == ours
-    elif torch.version.cuda and torch.cuda.get_device_capability() >= (8, 0):
-        assert 1e-3 < as_printed < 3e-2
-
-
 def test_the_printed_transpose_is_a_second_launch():
     def as_printed(x, weight, bias):
         w_t = weight.t().contiguous()
         return linear_gelu.fused_linear_gelu(x, w_t.t(), bias)
 
-    x, weight, bias = draw(128, 64), draw(256, 64, seed=1), draw(256, seed=2)
+    x, weight, bias = draw(20, 12), draw(16, 12, seed=1), draw(16, seed=2)
     assert count_launches(as_printed, x, weight, bias) == 2
-    assert count_launches(fused, x, weight, bias) == 1
 
 
 def test_the_printed_layernorm_writes_past_its_output(tmp_path):
     path = printed(tmp_path, NORM, "out_ptr + row * N", "out_ptr + row * stride_m")
-    module = load_path(path)
+    module = load(path)
     x = draw(6, 40)[:, :17]
     parameters = ones_and_zeros(x)
     if INTERPRET:
@@ -178,7 +132,7 @@ def test_the_printed_row_mean_var_is_wrong_for_a_transposed_x():
 @pytest.mark.parametrize("script", [ROWS, NORM], ids=["02", "03"])
 def test_a_32_bit_row_offset_wraps(script, tmp_path):
     path = printed(tmp_path, script, "tl.program_id(0).to(tl.int64)", "tl.program_id(0)")
-    module = load_path(path)
+    module = load(path)
     x = sparse().as_strided((3, 5), (2**30, 1))
     with pytest.raises(Exception, match="reads 5 elements that are not its own"):
         if script == ROWS:

@@ -13,20 +13,29 @@ import pytest
 from helpers import INTERPRET, SCRIPTS, every_script, expected_file
 
 
-def run(script, *arguments, **options):
-    command = [sys.executable, script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """Runs a script in this process: returns what it prints, and what it exits with."""
+
+    def run(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(script), run_name="__main__")
+        printed = capsys.readouterr()
+        return caught.value.code, printed.out, printed.err
+
+    return run
 
 
-@every_script
-def test_stdout_is_the_expected_output_from_another_directory(script, tmp_path):
-    # On a GPU TRITON_INTERPRET=0 is right; without one the interpreter runs all the same.
-    result = run(script, cwd=tmp_path, env=os.environ | {"TRITON_INTERPRET": "0"})
+def test_without_a_gpu_a_process_of_its_own_interprets_all_the_same(tmp_path):
+    # On a GPU TRITON_INTERPRET=0 is right.
+    script, environment = SCRIPTS[-1], os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, script]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert (result.returncode, result.stdout) == (0, expected_file(script).read_text())
-    if INTERPRET:
-        assert result.stderr == "running in Triton's interpreter, on the CPU\n"
-    else:
-        assert result.stderr == ""
+    assert result.stderr == ("running in Triton's interpreter, on the CPU\n" if INTERPRET else "")
 
 
 def imports(script):
@@ -40,27 +49,21 @@ def test_the_device_is_chosen_by_the_same_lines_in_each_script():
 
 
 @pytest.mark.parametrize("missing", ["torch", "triton", "numpy"])
-def test_a_python_without_a_package_is_told_what_to_run(missing):
-    # None in sys.modules makes an import fail as if the package were missing.
-    hide = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_path(sys.argv[1])"
-    result = run("-c", hide, SCRIPTS[0])
-    assert (result.returncode, result.stdout) == (1, "")
-    assert re.fullmatch(
-        rf".*\b{missing}\b.*: \./run_all\.sh .*, \.venv/bin/python\n", result.stderr
-    )
+def test_a_python_without_a_package_is_told_what_to_run(missing, main, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)  # its import fails as if it were missing
+    code, out, err = main(SCRIPTS[0])
+    assert (out, err) == ("", "")
+    assert re.fullmatch(rf".*\b{missing}\b.*: \./run_all\.sh .*, \.venv/bin/python", code)
+
+
+ON, OFF = ("1", "true", "True", "YES", "on", "y", "Y"), (None, "", "0", "off")
 
 
 @pytest.mark.parametrize(
     "gpu, variable, device",
-    [
-        (False, None, "cpu"),
-        (False, "0", "cpu"),
-        (True, None, "cuda"),
-        (True, "", "cuda"),
-        (True, "0", "cuda"),
-        (True, "off", "cuda"),
-        *[(True, on, "cpu") for on in ("1", "true", "True", "YES", "on", "y", "Y")],
-    ],
+    [(False, None, "cpu"), (False, "0", "cpu")]
+    + [(True, variable, "cuda") for variable in OFF]
+    + [(True, variable, "cpu") for variable in ON],
 )
 def test_the_device_for_each_spelling_of_triton_interpret(gpu, variable, device, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -75,21 +78,17 @@ def test_the_device_for_each_spelling_of_triton_interpret(gpu, variable, device,
     assert os.environ["TRITON_INTERPRET"] == ("1" if device == "cpu" else "0")
 
 
-def test_help_says_what_a_script_shows():
-    result = run(SCRIPTS[0], "--help")
-    assert result.returncode == 0
-    assert ast.get_docstring(ast.parse(SCRIPTS[0].read_text())) in result.stdout
-    assert "--worked-examples" in result.stdout
+def test_help_says_what_a_script_shows(main):
+    code, out, _ = main(SCRIPTS[0], "--help")
+    assert code == 0 and "--worked-examples" in out
+    assert ast.get_docstring(ast.parse(SCRIPTS[0].read_text())) in out
 
 
 @every_script
-def test_an_unknown_argument_is_an_error(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(script), "--worked-example-s"])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(script), run_name="__main__")
-    captured = capsys.readouterr()
-    assert captured.out == "" and caught.value.code not in (0, None)
-    assert "--worked-example-s" in f"{caught.value.code}{captured.err}"
+def test_an_unknown_argument_is_an_error(script, main):
+    code, out, err = main(script, "--worked-example-s")
+    assert out == "" and code not in (0, None)
+    assert "--worked-example-s" in f"{code}{err}"
 
 
 @every_script
@@ -108,8 +107,3 @@ def test_scripts_are_ascii_and_stand_alone(script):
     imported = {alias.name.split(".")[0] for node in imports for alias in node.names}
     assert imported <= {"argparse", "os", "sys", "numpy", "torch", "triton"}
     assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(ast.parse(source)))
-
-
-@every_script
-def test_the_first_kernel_comes_within_30_lines(script):
-    assert script.read_text().split("\n").index("@triton.jit") < 30

@@ -13,15 +13,13 @@ from helpers import (
     INTERPRET,
     LAYOUTS,
     assert_close,
-    buggy,
-    complete,
-    draw,
     exact_layernorm,
     exact_linear_gelu,
     layernorm,
     linear_gelu,
     matrix,
     ones_and_zeros,
+    replace_kernels,
     row_mean_var,
     vector,
     wrong_eps,
@@ -30,9 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 # Examples are compiled on a GPU and interpreted elsewhere: either may take long, none may be flaky.
-# mutants.py has a profile with fewer.
-EXAMPLES = settings.default.max_examples if INTERPRET else 40
-quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 layouts = st.sampled_from(list(LAYOUTS))
 seeds = st.integers(0, 2**16)
@@ -78,21 +74,12 @@ def test_linear_gelu_of_next_to_nothing(shape):
 
 
 def test_linear_gelu_is_the_exact_gelu_not_the_tanh_form():
-    x = torch.linspace(-6, 6, 1201, device=DEVICE)[:, None]
+    x = torch.linspace(-6, 6, 201, device=DEVICE)[:, None]
     one, zero = torch.ones(1, 1, device=DEVICE), torch.zeros(1, device=DEVICE)
     exact = exact_linear_gelu(x, one, None)
     assert_close(linear_gelu.fused_linear_gelu(x, one, zero), exact, 1e-6)
     tanh = torch.nn.functional.gelu(x.double().cpu(), approximate="tanh")
     assert (exact - tanh).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("tail", [3.0, -1000.0])
-@pytest.mark.parametrize("M, N", [(20, 16), (33, 7), (5, 40)])
-def test_the_buggy_kernel_adds_what_lies_past_the_end_to_the_rows_from_N_on(M, N, tail):
-    x, weight, bias = draw(M, 12), draw(N, 12, seed=1), draw(N, seed=2)
-    rows = torch.cat([bias, torch.full((max(M - N, 0),), tail, device=DEVICE)])[:M, None]
-    exact = torch.nn.functional.gelu(x.double() @ weight.double().T + rows.double())
-    assert_close(buggy(x, weight, bias, tail), exact, 1e-5)
 
 
 @quick
@@ -112,107 +99,49 @@ def test_row_mean_var(shape, layout, longer, seed):
     assert_close(var, exact.var(dim=-1, unbiased=False), 5e-6)
 
 
-@quick
+@settings(quick, max_examples=60)
 @given(
     shape=st.tuples(st.integers(0, 20), st.integers(1, 300)),
     layout=layouts,
     strided=st.tuples(st.booleans(), st.booleans()),
-    eps=st.sampled_from([1e-5, 1e-12, 1e-2, 3.0, 1]),
+    eps=st.sampled_from([1e-5, 1e-12, 1e-2, 0.5, 3.0, 1]),
+    is_wrong=st.booleans(),
     seed=seeds,
 )
-def test_layernorm(shape, layout, strided, eps, seed):
+def test_layernorm_and_its_buggy_twin(shape, layout, strided, eps, is_wrong, seed):
     M, N = shape
     x = matrix(M, N, seed, layout, shift=3.0)
     gamma, beta = vector(N, seed + 1, strided[0]), vector(N, seed + 2, strided[1])
-    out = layernorm.triton_layernorm(x, gamma, beta, eps)
+    out = (wrong_eps if is_wrong else layernorm.triton_layernorm)(x, gamma, beta, eps)
     assert out.device == x.device and out.dtype == torch.float32
-    deviation = (variance(x) + eps).sqrt()
-    exact = exact_layernorm(x, gamma, beta, eps)
-    assert ((out.cpu() - exact).abs() <= tolerance(x, gamma, deviation) + 2e-6 * exact.abs()).all()
+    out, x, gamma, beta = (t.double().cpu() for t in (out, x, gamma, beta))
+    centred = x - x.mean(dim=-1, keepdim=True)
+    var = centred.square().mean(dim=-1, keepdim=True)
+    deviation = var.sqrt() + eps if is_wrong else (var + eps).sqrt()
+    exact = centred / deviation * gamma + beta
+    # What x - mean loses to cancellation is divided by the row's deviation, and scaled.
+    lost = 2e-7 * x.abs().amax(dim=-1, keepdim=True) / deviation
+    tolerance = (2e-6 + lost) * (1.0 + gamma.abs()) + 2e-6 * exact.abs()
+    assert ((out - exact).abs() <= tolerance).all()
 
 
-def variance(x):
-    return x.double().cpu().var(dim=-1, correction=0, keepdim=True)
-
-
-def tolerance(x, gamma, deviation):
-    """What x - mean loses to cancellation is divided by the row's deviation, and scaled."""
-    largest = x.double().cpu().abs().amax(dim=-1, keepdim=True)
-    return (2e-6 + 2e-7 * largest / deviation) * (1.0 + gamma.abs().cpu())
-
-
-@settings(quick, max_examples=EXAMPLES * 2 // 5 if INTERPRET else 20)
-@given(
-    shape=st.tuples(st.integers(1, 20), st.integers(1, 300)),
-    layout=layouts,
-    eps=st.sampled_from([1e-2, 0.5, 3.0]),
-    seed=seeds,
-)
-def test_the_wrong_eps_is_wrong_exactly_as_documented(shape, layout, eps, seed):
-    x = matrix(*shape, seed, layout, shift=3.0)
-    gamma, beta = vector(shape[1], seed + 1), vector(shape[1], seed + 2)
-    out = wrong_eps(x, gamma, beta, eps)
-    exact = x.double().cpu()
-    deviation = variance(x).sqrt() + eps
-    wrong = (exact - exact.mean(dim=-1, keepdim=True)) / deviation
-    wrong = wrong * gamma.double().cpu() + beta.double().cpu()
-    assert ((out.cpu() - wrong).abs() <= tolerance(x, gamma, deviation) + 2e-6 * wrong.abs()).all()
-
-
-def test_the_variance_of_a_row_far_from_zero():
-    # Where the mean of the squares less the square of the mean has no digit left.
-    x = matrix(6, 100, 0, shift=1000.0)
-    _, var = row_mean_var.row_mean_var(x)
-    assert_close(var, x.double().cpu().var(dim=-1, unbiased=False), 1e-5)
-
-
-@pytest.mark.parametrize("N", [1000, 5000, 20000])
-def test_long_rows(N):
-    x, gamma, beta = matrix(3, N, 0, shift=3.0), vector(N, 1), vector(N, 2)
+@pytest.mark.parametrize("N, shift", [(100, 1000.0), (5000, 3.0), (20000, 3.0)])
+def test_rows_far_from_zero_and_long_ones(N, shift):
+    # At 1000 the mean of the squares less the square of the mean has no digit left.
+    x, gamma, beta = matrix(3, N, 0, shift=shift), vector(N, 1), vector(N, 2)
     mean, var = row_mean_var.row_mean_var(x)
     assert_close(mean, x.double().cpu().mean(dim=-1))
-    assert_close(var, x.double().cpu().var(dim=-1, unbiased=False), 5e-6)
+    assert_close(var, x.double().cpu().var(dim=-1, unbiased=False), 1e-5)
     out = layernorm.triton_layernorm(x, gamma, beta)
-    assert_close(out, exact_layernorm(x, gamma, beta, EPS), 1e-5)
+    assert_close(out, exact_layernorm(x, gamma, beta, EPS), 1e-5 + 4e-7 * shift)
 
 
-def test_layernorm_keeps_nan_and_infinity_in_their_rows():
-    x = matrix(4, 9, 0)
+def test_layernorm_keeps_nan_and_infinity_in_their_rows_and_its_default_eps_is_torchs():
+    x = matrix(4, 9, 0) * 1e-3  # rows on which eps decides
     x[1, 3], x[2, 8] = float("nan"), float("inf")
     out = layernorm.triton_layernorm(x, *ones_and_zeros(x))
     assert out[1:3].isnan().all()
-    assert_close(out[[0, 3]], exact_layernorm(x[[0, 3]], None, None, EPS), 1e-5)
-
-
-def test_the_default_eps_is_torchs():
-    x = matrix(4, 9, 0) * 1e-3  # rows on which eps decides
-    out = layernorm.triton_layernorm(x, *ones_and_zeros(x))
-    assert_close(out, exact_layernorm(x, None, None, 1e-5))
-
-
-def test_torchs_default_dtype_and_device_change_nothing():
-    x, weight, bias = matrix(20, 12, 0), matrix(12, 12, 1), vector(12, 2)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            out = linear_gelu.fused_linear_gelu(x, weight, bias)
-            mean, var = row_mean_var.row_mean_var(x)
-            normalized = layernorm.triton_layernorm(x, bias, bias)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert_close(out, exact_linear_gelu(x, weight, bias), 1e-5)
-    assert_close(mean, x.double().cpu().mean(dim=-1))
-    assert_close(var, x.double().cpu().var(dim=-1, unbiased=False))
-    assert_close(normalized, exact_layernorm(x, bias, bias, EPS), 1e-5)
-
-
-def test_inputs_are_left_as_they_were():
-    x, weight, bias = matrix(20, 12, 0), matrix(12, 12, 1), vector(12, 2)
-    before = [t.clone() for t in (x, weight, bias)]
-    linear_gelu.fused_linear_gelu(x, weight, bias)
-    row_mean_var.row_mean_var(x)
-    layernorm.triton_layernorm(x, bias, bias)
-    assert all(torch.equal(*pair) for pair in zip(before, (x, weight, bias), strict=True))
+    assert_close(out[[0, 3]], exact_layernorm(x[[0, 3]], None, None, 1e-5))
 
 
 # --- Launches ---
@@ -229,14 +158,8 @@ class Launches(list):
 def launches(monkeypatch):
     """The launches that the wrappers make."""
     launches = Launches()
-    for module in (linear_gelu, row_mean_var, layernorm, complete):
-        for name in dir(module):
-            if "_kernel" in name:
-                monkeypatch.setattr(module, name, launches)
-    # A keyword's default is the kernel itself, whatever its name stands for now.
-    for wrapper in (linear_gelu.fused_linear_gelu, layernorm.triton_layernorm):
-        defaults = [launches if hasattr(d, "fn") else d for d in wrapper.__defaults__]
-        monkeypatch.setattr(wrapper, "__defaults__", tuple(defaults))
+    for module in (linear_gelu, row_mean_var, layernorm):
+        replace_kernels(monkeypatch, module, lambda *_: launches)
     return launches
 
 
@@ -244,16 +167,13 @@ def tensor(*shape, dtype=torch.float32, device=DEVICE):
     return torch.ones(*shape, dtype=dtype, device=device)
 
 
-def test_linear_gelu_launches_the_tiles_that_it_is_asked_for(launches):
+def test_linear_gelu_launches_the_tiles_that_it_is_asked_for_up_to_a_grids_limit(launches):
     tiles = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 64}
     linear_gelu.fused_linear_gelu(tensor(70, 3), tensor(100, 3), tensor(100), **tiles)
-    assert launches == [((3, 7), tiles)]
-
-
-def test_linear_gelu_takes_as_many_columns_as_a_grid_does(launches):
     N = 65535 * 16
     linear_gelu.fused_linear_gelu(tensor(1, 1), tensor(1, 1).expand(N, 1), tensor(1).expand(N))
-    assert [grid for grid, _ in launches] == [(1, 65535)]
+    first, (grid, _) = launches
+    assert first == ((3, 7), tiles) and grid == (1, 65535)
 
 
 @pytest.mark.parametrize(
@@ -291,46 +211,31 @@ WRAPPERS = {
 G = tensor(12)
 D = f" on {DEVICE}, not"
 REFUSED = [
-    # Each argument's dtype, rank, size, device, layout; what is no tensor; None.
+    # Each argument, and each thing that check() looks at: it is the same in all three.
     (LINEAR, (X.half(), W, B), f"x must be dense float32 ('M', 'K'){D} torch.float16 (20, 12)"),
     (LINEAR, (X, W.double(), B), "weight must be dense float32 ('N', 12) ... torch.float64"),
     (LINEAR, (X, W, B.bfloat16()), "bias must be dense float32 (16,) ... torch.bfloat16 (16,)"),
     (LINEAR, (X[0], W, B), "x ... not torch.float32 (12,)"),
     (LINEAR, (X[None], W, B), "x ... not torch.float32 (1, 20, 12)"),
-    (LINEAR, (X, W[0], B), "weight ... not torch.float32 (12,)"),
     (LINEAR, (X, W.T, B), "weight ... not torch.float32 (12, 16)"),
     (LINEAR, (X, W, B[:15]), "bias ... not torch.float32 (15,)"),
-    (LINEAR, (X, W, tensor(1)), "bias ... not torch.float32 (1,)"),
-    (LINEAR, (X, W, tensor(16, 1)), "bias ... not torch.float32 (16, 1)"),
     (LINEAR, (X.to(OTHER), W, B), f"x ...{D} torch.float32 (20, 12) on {OTHER}"),
     (LINEAR, (X, W.to(OTHER), B), f"weight ... not torch.float32 (16, 12) on {OTHER}"),
-    (LINEAR, (X, W, B.to(OTHER)), f"bias ... not torch.float32 (16,) on {OTHER}"),
     (LINEAR, (X, W, None), "bias ... not <class 'NoneType'>"),
     (LINEAR, ([[0.0]], W, B), "x ... not <class 'list'>"),
     (LINEAR, (X, W.to_sparse(), B), "weight ... torch.sparse_coo"),
     (LINEAR, (X, W, torch._neg_view(B)), "bias ... a negated view"),
     (ROWS, (X.half(),), "x ... not torch.float16"),
-    (ROWS, (X[0],), "x ... not torch.float32 (12,)"),
-    (ROWS, (X.to(OTHER),), f"x ... not torch.float32 (20, 12) on {OTHER}"),
-    (ROWS, (None,), "x ... not <class 'NoneType'>"),
     (ROWS, (X, 8), "expected 0 < N <= BLOCK_N <= 2**20, got N=12, BLOCK_N=8"),
     (ROWS, (X, 2**21), "got N=12, BLOCK_N=2097152"),
-    (ROWS, (tensor(3, 0),), "got N=0, BLOCK_N=0"),
     (ROWS, (tensor(3, 0), 16), "got N=0, BLOCK_N=16"),
     (ROWS, (LONG,), "got N=1048577, BLOCK_N=2097152"),
     (NORM, (X.double(), G, G), "x ... not torch.float64"),
-    (NORM, (X[0], G, G), "x ... not torch.float32 (12,)"),
-    (NORM, (X.to(OTHER), G, G), f"x ... not torch.float32 (20, 12) on {OTHER}"),
     (NORM, (X, G.half(), G), "gamma must be dense float32 (12,) ... torch.float16"),
     (NORM, (X, G, G.half()), "beta must be dense float32 (12,) ... torch.float16"),
-    (NORM, (X, tensor(20), G), "gamma ... not torch.float32 (20,)"),
-    (NORM, (X, G, tensor(1)), "beta ... not torch.float32 (1,)"),
     (NORM, (X, G.to(OTHER), G), f"gamma ... not torch.float32 (12,) on {OTHER}"),
-    (NORM, (X, G, G.to(OTHER)), f"beta ... not torch.float32 (12,) on {OTHER}"),
     (NORM, (LONG, LONG[0], LONG[0]), "expected rows of 1 to 2**20 values, got x (1, 1048577)"),
     (NORM, (tensor(3, 0), G[:0], G[:0]), "expected rows of 1 to 2**20 values, got x (3, 0)"),
-    (NORM, (X, None, G), "gamma ... not <class 'NoneType'>"),
-    (NORM, (X, G, None), "beta ... not <class 'NoneType'>"),
 ]
 
 
@@ -353,13 +258,6 @@ def test_linear_gelu_refuses_more_tiles_than_a_grid_has_and_negative_ones(launch
     assert launches == []
     linear_gelu.fused_linear_gelu(X, W, B, BLOCK_M=1)  # the interpreter, and newer GPUs, take it
     assert [grid for grid, _ in launches] == [(20, 1)]
-
-
-def test_triton_itself_refuses_a_block_that_is_no_power_of_two():
-    with pytest.raises(Exception, match="power of 2"):
-        linear_gelu.fused_linear_gelu(X, W, B, BLOCK_M=48)
-    with pytest.raises(Exception, match="power of 2"):
-        row_mean_var.row_mean_var(X, BLOCK_N=24)
 
 
 def test_eps_may_be_any_number():
