@@ -1,8 +1,5 @@
 """beyond/fast_layernorm.py: what it takes, what it returns, and what it refuses."""
 
-import math
-import types
-
 import numpy as np
 import pytest
 import torch
@@ -61,7 +58,7 @@ def assert_right(x, weight=None, bias=None, eps=1e-5):
 @pytest.mark.parametrize("N", LENGTHS + LONG)
 def test_rows_of_every_length(N, dtype):
     skip_where_slow(N)
-    M = 37 if N <= 512 else 2
+    M = 37 if N <= 64 else 5 if N <= 512 else 2
     assert_right(random(M, N, dtype=dtype), random(N, seed=1, dtype=dtype), random(N, seed=2))
 
 
@@ -133,15 +130,6 @@ def test_weight_and_bias_of_another_dtype(dtype, other):
     x, weight, bias = random(6, 96, dtype=dtype), random(96, dtype=other), random(96, seed=1)
     assert_right(x, weight, bias)
     assert_right(x, bias, weight)
-
-
-def test_each_call_takes_its_own_values():
-    x, weight, bias = random(4, 64), random(64, seed=1), random(64, seed=2)
-    for seed in range(3):
-        x = random(4, 64, seed=seed)
-        assert_right(x, weight, bias, eps=10.0**-seed)
-        assert_right(x, bias, weight, eps=1)
-        assert_right(x, None, weight)
 
 
 VALUES = {
@@ -240,68 +228,6 @@ def test_it_reads_its_inputs_and_writes_its_output_and_nothing_else(name, N, chu
     assert np.array_equal(np.unique(launch.read()), np.unique(np.concatenate(inputs)))
 
 
-class Subclass(torch.Tensor):
-    pass
-
-
-def freed(*shape, offset=0):
-    tensor = torch.zeros(offset + math.prod(shape), device=DEVICE)[offset:].view(shape)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(8, device=DEVICE)
-CPU = {} if INTERPRET else {"the CPU's": (ValueError, (X.cpu(),), "x on cpu")}
-REFUSED = CPU | {
-    "float64": (TypeError, (X.double(),), "x torch.float64"),
-    "integers": (TypeError, (X.long(),), "x torch.int64"),
-    "complex": (TypeError, (X.cfloat(),), "x torch.complex64"),
-    "a float64 weight": (TypeError, (X, W.double()), "x torch.float32, weight torch.float64"),
-    "a float64 bias": (TypeError, (X, None, W.double()), "x torch.float32, bias torch.float64"),
-    "a list": (TypeError, ([[1.0]],), "x <class 'list'>"),
-    "no x": (TypeError, (None,), "x <class 'NoneType'>"),
-    "an array": (TypeError, (np.zeros((2, 2), np.float32),), "x <class 'numpy.ndarray'>"),
-    "sparse": (TypeError, (X.to_sparse(),), r"x torch.float32 \(torch.sparse_coo\)"),
-    "nested": (TypeError, (torch.nested.nested_tensor([W]),), r"x torch.float32 \(nested\)"),
-    "a subclass": (TypeError, (X.as_subclass(Subclass),), "x <class '.*Subclass'>"),
-    "freed": (ValueError, (freed(4, 8), W), "in memory, got x without"),
-    "a freed bias": (ValueError, (X, W, freed(8)), "in memory, got bias without"),
-    "a freed part": (ValueError, (X, freed(8, offset=64)), "in memory, got weight without"),
-    "no parameter yet": (TypeError, (X, torch.nn.UninitializedParameter()), "UninitializedParam"),
-    "no dimension": (ValueError, (X[0, 0],), r"x \(\)"),
-    "a long weight": (ValueError, (X, W.repeat(2)), r"x \(4, 8\), weight \(16,\)"),
-    "a weight of one": (ValueError, (X, W[:1]), r"x \(4, 8\), weight \(1,\)"),
-    "a weight of x's shape": (ValueError, (X, X), r"weight \(4, 8\)"),
-    "a short bias": (ValueError, (X, W, W[1:]), r"bias \(7,\)"),
-    "a long row": (ValueError, (W[:1].expand(2**20 + 1),), r"at most 2\*\*20, got x \(1048577,\)"),
-    "two devices": (ValueError, (X, W.to("meta")), f"x on {DEVICE}.*, weight on meta"),
-    "x wants a gradient": (ValueError, (X.clone().requires_grad_(),), "no backward, and x"),
-    "weight wants one": (ValueError, (X, torch.nn.Parameter(W)), "no backward, and weight"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_refuses(name, monkeypatch):
-    error, arguments, message = REFUSED[name]
-    monkeypatch.setattr(fast, "choose", None)  # nothing may come as far
-    with pytest.raises(error, match=message):
-        fast_layernorm(*arguments)
-
-
-def test_it_refuses_a_transform():
-    with pytest.raises(ValueError, match="in memory, got x without"):
-        torch.func.vmap(fast_layernorm)(X)
-
-
-@pytest.mark.parametrize("offset", [0, 64])
-def test_a_freed_tensor_is_no_known_one(kernel, offset):
-    x, weight = random(4, 64), random(128)[offset : offset + 64]
-    fast_layernorm(x, weight)
-    weight.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="in memory, got weight without"):
-        fast_layernorm(x, weight)
-
-
 @pytest.mark.parametrize(
     "x, align",
     [
@@ -314,108 +240,12 @@ def test_a_freed_tensor_is_no_known_one(kernel, offset):
         (random(2, 68)[1:, :64], 16),  # a single row: its stride is another
     ],
 )
-def test_what_rows_are_said_to_begin_at_multiples_of(kernel, x, align):
-    fast_layernorm(x)
-    ((_, _, options),) = kernel.launches
-    assert options["ALIGN"] == align
-
-
-def test_a_gradient_is_refused_only_where_it_is_wanted():
-    module = torch.nn.LayerNorm(64, device=DEVICE)
-    x = random(4, 64)
-    for _ in range(2):  # what is known of the first time must not let the second pass
-        with torch.no_grad():
-            assert_right(x, module.weight, module.bias)
-        with pytest.raises(ValueError, match="weight, bias requires a gradient"):
-            fast_layernorm(x, module.weight, module.bias)
-
-
-class Compiled:
-    """What a launch returns on a GPU; run() notes what it is called with."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self):
-        self.runs = []
-
-    def run(self, *arguments):
-        self.runs.append(arguments)
-
-
-class Kernel:
-    """In a kernel's place: a launch is noted, and returns what Triton has compiled."""
-
-    def __init__(self, kernel):
-        self.kernel, self.launches, self.compiled = kernel, [], Compiled()
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            self.launches.append((grid, arguments, options))
-            return self.compiled
-
-        return launch
-
-
-@pytest.fixture
-def kernel(monkeypatch):
-    """layernorm_rows_kernel, which takes rows of 64, as on a GPU that launches nothing."""
-    kernel = Kernel(fast.layernorm_rows_kernel)
-    monkeypatch.setattr(fast, "layernorm_rows_kernel", kernel)
+def test_what_rows_are_said_to_begin_at_multiples_of(monkeypatch, x, align):
+    chosen, choose = [], fast.choose
     monkeypatch.setattr(fast, "_launches", {})
-    monkeypatch.setattr(fast, "RELAUNCH", True)
-    monkeypatch.setattr(torch.cuda, "current_device", X.get_device)
-    active = types.SimpleNamespace(get_current_stream=lambda device: "stream")
-    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=active))
-    return kernel
-
-
-def test_the_second_launch_is_as_the_first(kernel):
-    for seed in range(3):
-        x, weight, bias = random(40, 64, seed=seed), random(64), random(64, seed=1)
-        out = fast_layernorm(x, weight, bias, eps=seed)
-        assert (len(kernel.launches), len(kernel.compiled.runs)) == (1, seed)
-    ((grid, arguments, options),) = kernel.launches
-    *grid_of_last, stream, function, metadata, _, _, _ = kernel.compiled.runs[-1][:9]
-    assert (*grid_of_last, stream, function, metadata) == (
-        *grid,
-        1,
-        1,
-        "stream",
-        "function",
-        "metadata",
-    )
-    named = dict(zip(kernel.kernel.arg_names, arguments, strict=False)) | options | {"eps": 2.0}
-    tensors, rest = kernel.compiled.runs[-1][9:13], kernel.compiled.runs[-1][13:]
-    assert tensors == tuple(t.data_ptr() for t in (x, weight, bias, out))
-    assert list(rest) == [named[name] for name in kernel.kernel.arg_names[4:]]
-
-
-def test_what_decides_a_launch(kernel):
-    x, weight, bias = random(40, 64), random(64), random(64, seed=1)
-    wide = random(40, 80)
-    calls = [
-        (x, weight, bias),
-        (x, weight),
-        (x, None, bias),
-        (x[:39], weight, bias),
-        (x.view(4, 10, 64), weight, bias),
-        (x.half(), weight, bias),
-        (x, weight.half(), bias),
-        (x, weight, bias.half()),
-        (wide[:, :64], weight, bias),
-        (wide[:, 1:65], weight, bias),
-        (x, wide[0, 1:65], bias),
-        (torch._neg_view(x), weight, bias),
-        (x, torch._neg_view(weight), bias),
-        (x.t().contiguous().t(), weight, bias),
-    ]
-    for count, arguments in enumerate(calls, 1):
-        fast_layernorm(*arguments)
-        assert (len(kernel.launches), len(kernel.compiled.runs)) == (count, 0)
-    fast_layernorm(x.clone(), bias, weight)
-    assert (len(kernel.launches), len(kernel.compiled.runs)) == (count, 1)
-    with pytest.raises(ValueError, match="no backward, and x"):
-        fast_layernorm(x.clone().requires_grad_(), weight, bias)
+    monkeypatch.setattr(fast, "choose", lambda *of: chosen.append(of) or choose(*of))
+    fast_layernorm(x)
+    assert [found for _, _, found, _, _ in chosen] == [align]
 
 
 @on_a_gpu
@@ -429,15 +259,3 @@ def test_more_than_2_to_the_31_elements(N):
     y = fast_layernorm(x, None, bias)
     assert error(y[ends], exact(x[ends], None, bias)) < LIMIT[x.dtype]
     assert (y[2:-2] == 1).all()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("N", [64, 1024, 65536])
-def test_on_another_gpu_than_the_current(N):
-    for _ in range(2):
-        for device in ("cuda:1", "cuda:0"):
-            x, weight = random(4, N).to(device), random(N, seed=1).to(device)
-            assert_right(x, weight)
-            assert torch.cuda.current_device() == 0
-    with pytest.raises(ValueError, match="x on cuda:0, weight on cuda:1"):
-        fast_layernorm(x, weight.to("cuda:1"))
