@@ -42,13 +42,8 @@ SWAPPED = {
 class Mutant(NamedTuple):
     script: str  # chapter20/01_fused_linear_gelu.py
     function: str  # the function that has the fault
-    line: int
-    code: str  # the lines around the fault, in one
-    change: str  # old -> new
+    fault: str  # script:line function: the lines around the fault, in one: old -> new
     source: str  # the whole script with the fault
-
-    def __str__(self):
-        return f"{self.script}:{self.line} {self.function}: {self.code}: {self.change}"
 
 
 class Source:
@@ -75,10 +70,10 @@ class Source:
         for start, end, new in self.edits(function):
             first, last = self.text.rfind("\n", 0, start) + 1, self.text.find("\n", end)
             source = self.text[:start] + new + self.text[end:]
-            line = self.text.count("\n", 0, start) + 1
-            code = " ".join(self.text[first:last].split())
-            change = " ".join(f"{self.text[start:end]} -> {new or 'nothing'}".split())
-            made[source] = Mutant(self.name, function.name, line, code, change, source)
+            where = f"{self.name}:{self.text.count(chr(10), 0, start) + 1} {function.name}"
+            change = f"{self.text[start:end]} -> {new or 'nothing'}"
+            fault = " ".join(f"{where}: {self.text[first:last]}: {change}".split())
+            made[source] = Mutant(self.name, function.name, fault, source)
         return list(made.values())
 
     def edits(self, function):

@@ -14,7 +14,7 @@ from functools import partial
 import mutants
 import pytest
 from compile_check import compile_all
-from helpers import INTERPRET, ROOT, SCRIPTS, masked_loads_without_other
+from helpers import ROOT, SCRIPTS, interpreted, masked_loads_without_other
 
 SAMPLE = 80  # without --mutants one mutant of so many is tried
 FILES = [f"test_{name}.py" for name in ("sections", "wrappers", "claims", "memory_safety")]
@@ -43,7 +43,7 @@ EQUIVALENT = [
 
 
 def matches(mutant, function, code, change, _):
-    return re.fullmatch(rf"\S+ ({function}): .*({code}).*: ({change})", str(mutant))
+    return re.fullmatch(rf"\S+ ({function}): .*({code}).*: ({change})", mutant.fault)
 
 
 def equivalent(mutant):
@@ -82,9 +82,8 @@ def compile_for_gpus(tried, directory):
     return ["compiling" if found[path][1] else None for path in paths]
 
 
+@interpreted
 def test_every_mutant_is_caught(every_mutant, pytestconfig, tmp_path, capsys):
-    if not INTERPRET:
-        pytest.skip("a GPU is in use: the mutants are interpreted, each access watched")
     every, tried = pytestconfig.getoption("mutants"), every_mutant
     checks = [partial(run_tests, FILES), compile_for_gpus]
     if not every:  # what the quick tests leave is tried with all
@@ -101,7 +100,7 @@ def test_every_mutant_is_caught(every_mutant, pytestconfig, tmp_path, capsys):
         print(f"\n{len(tried)} of {len(every_mutant)} mutants tried, these caught:", counts)
     wrong = [mutant for mutant in tried if (mutant in caught) == equivalent(mutant)]
     if wrong:
-        lines = [f"{mutant}: caught by {caught.get(mutant, 'nothing')}" for mutant in wrong]
+        lines = [f"{mutant.fault}: caught by {caught.get(mutant, 'nothing')}" for mutant in wrong]
         pytest.fail("\n".join(lines), pytrace=False)
 
 
