@@ -206,8 +206,8 @@ def test_arguments_choose_scripts(book):
     book.make(dict.fromkeys(names, OK))
     (book.folder / "link").symlink_to(book.root)
     table = {"": names, "03": [c1, d2], "3": [c1, d2], "01_": [a1, a2], "02_b.py": [b1]}
-    table |= {"chapter02": [a2, d2], "chapter02/03": [d2], "./book/chapter02/": [a2, d2]}
-    table |= {"link/chapter01/03_c.py": [c1], "03_d -j 1 02 2": [b1, d2]}
+    table |= {"chapter02": [a2, d2], "chapter02/": [a2, d2], "./book/chapter02/": [a2, d2]}
+    table |= {"link/chapter01/03_c.py": [c1], "chapter02/03 -j 1 02 2": [b1, d2]}
     for arguments, chosen in table.items():
         result = book.run("--list", *arguments.split())
         assert (result.status, result.out) == (0, "".join(f"{name}.py\n" for name in chosen))
@@ -400,14 +400,19 @@ def installed(book):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_an_interrupted_set_up_is_made_anew(book, setup, name):
     half, killed = book.root / ".venv/half", name == "SIGKILL"
-    process = book.start(env=setup(f': >"$packages"; : >{half}; exec sleep 600'), stderr=None)
+    if name == "SIGINT":  # in pip
+        hangs = setup(f': >"$packages"; : >{half}; exec sleep 600')
+    else:  # in venv
+        hangs = setup(venv=TOUCH.format(str(half)) + HANG)
+    process = book.start(env=hangs, stderr=None)
     wait_until(half.exists)
     os.kill(process.pid, getattr(signal, name))
     assert process.wait(60) == SIGNALS.get(name, -signal.SIGKILL)
+    (book.folder / "log").write_text("")
     assert_passes(book.finish(book.start(env=setup()), alone=not killed), err=AS_SET)
     assert not half.exists() and sorted(os.listdir(book.root / ".venv")) == ["bin"]
     assert_passes(book.finish(book.start(env=setup("exit 1")), alone=not killed))
-    assert installed(book) == ["venv", "pip install"] * 2
+    assert installed(book) == ["venv", "pip install"]
 
 
 @pytest.mark.parametrize(
