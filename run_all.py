@@ -213,13 +213,13 @@ def choose(arguments):
     files += ROOT.glob("expected_outputs/chapter*/[0-9][0-9]_*.txt")
     names = {f"{file.parent.name}/{file.stem}" for file in files}
     chosen = set()
-    for argument in arguments or [""]:
-        # The start of a name, of a path in this folder, or of a path from the working directory.
-        start = f"0{argument}_" if re.fullmatch("[0-9]", argument) else argument
-        starts = start, str(Path(argument).resolve())
+    for argument in arguments or [str(ROOT)]:
+        # The start of a name, or of a path from here or from this folder; numbers are whole.
+        start = f"0{argument}_" if re.fullmatch("[0-9]", argument) else argument.rstrip("/")
+        starts = "|".join(map(re.escape, [start, str(Path(argument).resolve())]))
         forms = {n: [f"{n}.py".split("/")[1], f"{n}.py", f"{ROOT}/{n}.py"] for n in names}
-        some = {n for n in names if any(form.startswith(starts) for form in forms[n])}
-        if not some:
+        some = {n for n in names if any(re.match(rf"({starts})(?!\d)", f) for f in forms[n])}
+        if not (argument and some):
             sys.exit(f"no script matches '{argument}': ./run_all.sh --list lists them")
         chosen |= some
     return sorted(chosen)

@@ -5,29 +5,27 @@ the mutants is tried; with --mutants all of them.
 """
 
 import collections
-import dataclasses
 import json
 import re
 import subprocess
 import sys
+from functools import partial
 
 import mutants
 import pytest
 from compile_check import compile_all
-from helpers import INTERPRET, ROOT, SCRIPTS, masked_loads_without_other
+from helpers import ROOT, SCRIPTS, interpreted, masked_loads_without_other
 
-SAMPLE = 60  # without --mutants one mutant of so many is tried
+SAMPLE = 80  # without --mutants one mutant of so many is tried
+FILES = [f"test_{name}.py" for name in ("sections", "wrappers", "claims", "memory_safety")]
+QUICK = FILES[:2]  # these catch most
 
 # Mutants that no test can notice: function, code and change as patterns, and the reason.
 MOVES = r"\.to\(DEVICE\) -> nothing|device=DEVICE -> nothing|\w+, \w+ = \w+\.(to|cpu)\(.* -> pass"
 STEPS = r"1e-6 -> 1\.0009\S*e-06|1\.0 -> 1\.001|2\.0 -> 2\.002"
+LOADS = r"\b(a|b|bias|gamma|beta) = tl.load"
 EQUIVALENT = [
-    (
-        ".*kernel.*",
-        r"^(a|b|bias|gamma|beta) = tl.load",
-        r"[01]\.0 -> [\d.]+",
-        "not stored, or times 0",
-    ),
+    (".*kernel.*", LOADS, r"[01]\.0 -> [\d.]+", "not stored, or times 0"),
     (".*kernel.*", "tl.sum", "axis=0 -> nothing", "a row has one axis"),
     ("check", "zip", "strict=False -> nothing", "the default"),
     (".*", r"check\(\"(bias|beta)|out = torch.empty", "x -> (weight|gamma)", "on the same GPU"),
@@ -37,12 +35,7 @@ EQUIVALENT = [
     ("section_20_1", "gelu", 'approximate="none" -> nothing', "the default"),
     ("section_20_2", "var", "unbiased=True -> nothing", "the default: that is the trap"),
     ("section_20_3", "x_flat = 5.0", STEPS, "float32 rounds these values near 5 to the same"),
-    (
-        "section.*|worked_examples",
-        "",
-        MOVES,
-        "seen on a GPU only: a kernel there cannot read CPU tensors",
-    ),
+    ("section.*|worked_examples", "", MOVES, "only a kernel on a GPU cannot read CPU tensors"),
     (".*", "atol=", r"1e-[45] -> (0\.0001001|1\.0009\S*e-05)", "tested within a factor of 2"),
     ("worked_examples", "out.shape", "out -> out_buggy", "of the same shape"),
     ("worked_examples", "owned = ", "M -> N", "a tail of other length, of which four are read"),
@@ -50,11 +43,7 @@ EQUIVALENT = [
 
 
 def matches(mutant, function, code, change, _):
-    return (
-        re.fullmatch(function, mutant.function)
-        and re.search(code, mutant.code)
-        and re.fullmatch(change, mutant.change)
-    )
+    return re.fullmatch(rf"\S+ ({function}): .*({code}).*: ({change})", mutant.fault)
 
 
 def equivalent(mutant):
@@ -74,51 +63,45 @@ def every_mutant():
     return made
 
 
-def run_mutants(tried, directory):
+def run_tests(files, tried, directory):
     """What catches each mutant as mutants.py finds it; None where nothing does."""
-    result = subprocess.run(
-        [sys.executable, ROOT / "tests/mutants.py", directory],
-        input="".join(json.dumps(dataclasses.asdict(mutant)) + "\n" for mutant in tried),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found = dict(map(json.loads, result.stdout.splitlines()))
-    return [found[i] for i in range(len(tried))]
+    tests = [f"tests/chapter/{file}" for file in files]
+    command = [sys.executable, ROOT / "tests/mutants.py", directory]
+    given = json.dumps([tests, tried])
+    result = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True)
+    caught = json.loads(result.stdout)
+    return [by and by.partition("::")[0].rpartition("/")[2] for by in caught]
 
 
-def compile_mutants(tried, directory):
-    """What gpu_compile.py says of each mutant, for one GPU of each make."""
+def compile_for_gpus(tried, directory):
+    """Whether gpu_compile.py refuses each mutant, for one GPU of each make."""
     paths = [directory / f"mutant{i}.py" for i in range(len(tried))]
     for path, mutant in zip(paths, tried, strict=True):
         path.write_text(mutant.source)
     found = compile_all(paths, "sm_90", "gfx942")
-    return [found[path][1] for path in paths]
+    return ["compiling" if found[path][1] else None for path in paths]
 
 
+@interpreted
 def test_every_mutant_is_caught(every_mutant, pytestconfig, tmp_path, capsys):
-    if not INTERPRET:
-        pytest.skip("a GPU is in use: the mutants are interpreted, each access watched")
-    every = pytestconfig.getoption("mutants")
-    tried = every_mutant if every else every_mutant[::SAMPLE]
+    every, tried = pytestconfig.getoption("mutants"), every_mutant
+    checks = [partial(run_tests, FILES), compile_for_gpus]
+    if not every:  # what the quick tests leave is tried with all
+        tried = [mutant for mutant in every_mutant if not equivalent(mutant)][::SAMPLE]
+        checks = [partial(run_tests, QUICK), *checks]
     caught = {mutant: "a rule" for mutant in tried if masked_loads_without_other(mutant.source)}
-    left = [mutant for mutant in tried if mutant not in caught]
-    for mutant, by in zip(left, run_mutants(left, tmp_path), strict=True):
-        if by:
-            caught[mutant] = by.partition("::")[0].rpartition("/")[2]
-    left = [mutant for mutant in tried if mutant not in caught]
-    for mutant, faults in zip(left, compile_mutants(left, tmp_path), strict=True):
-        if faults:
-            caught[mutant] = "compiling"
-    survivors = [m for m in tried if m not in caught and not equivalent(m)]
+    for i, check in enumerate(checks):
+        (directory := tmp_path / str(i)).mkdir()
+        if left := [mutant for mutant in tried if mutant not in caught]:
+            found = zip(left, check(left, directory), strict=True)
+            caught |= {mutant: by for mutant, by in found if by}
     with capsys.disabled():
-        print(f"\n{len(tried)} of {len(every_mutant)} mutants tried; caught by:")
-        for by, count in collections.Counter(caught.values()).most_common():
-            print(f"{count:6} {by}")
-        print(f"{len(tried) - len(caught) - len(survivors):6} nothing, for they are equivalent")
-    if survivors:
-        pytest.fail("nothing caught\n" + "\n".join(map(str, survivors)), pytrace=False)
-    assert [f"{m} is not equivalent: {caught[m]}" for m in caught if equivalent(m)] == []
+        counts = collections.Counter(caught.values()).most_common()
+        print(f"\n{len(tried)} of {len(every_mutant)} mutants tried, these caught:", counts)
+    wrong = [mutant for mutant in tried if (mutant in caught) == equivalent(mutant)]
+    if wrong:
+        lines = [f"{mutant.fault}: caught by {caught.get(mutant, 'nothing')}" for mutant in wrong]
+        pytest.fail("\n".join(lines), pytrace=False)
 
 
 def test_each_entry_of_the_equivalent_is_made_and_they_are_few(every_mutant):
