@@ -16,7 +16,7 @@ import pytest
 from compile_check import compile_all
 from helpers import ROOT, SCRIPTS, interpreted, masked_loads_without_other
 
-SAMPLE = 80  # without --mutants one mutant of so many is tried
+SAMPLE = 100  # without --mutants one mutant of so many is tried
 FILES = [f"test_{name}.py" for name in ("sections", "wrappers", "claims", "memory_safety")]
 QUICK = FILES[:2]  # these catch most
 
