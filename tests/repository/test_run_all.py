@@ -69,15 +69,21 @@ class Book:
         runner = self.root / "run_all.py"
         write(runner, runner.read_text().replace(old, new))
 
-    def start(self, *arguments, program="run_all.sh", env=None, before=None, **options):
+    def start(self, *arguments, program="run_all.sh", env=None, before=int, **options):
         """Starts a program of the checkout in a new session; before() runs in it first."""
+
+        def begin():
+            for name in SIGNALS:  # a shell ignores some of them for what it runs with &
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
+            before()
+
         path, stubs = f"{self.python.parent}:{self.bin}", self.folder / "stubs"
         defaults = {"PATH": path, "PYTHONPATH": stubs, "TRITON_INTERPRET": 1, "MARK": self.folder}
         env = {k: str(v) for k, v in {**defaults, **(env or {})}.items() if v is not None}
         streams = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
         options = {"cwd": self.folder, "start_new_session": True, **streams, **options}
         program = program if isinstance(program, list) else [self.root / program]
-        return subprocess.Popen([*program, *arguments], env=env, preexec_fn=before, **options)
+        return subprocess.Popen([*program, *arguments], env=env, preexec_fn=begin, **options)
 
     def finish(self, process, alone=True):
         """Waits for a run, and asserts that nothing is left of it, where it runs alone."""
@@ -146,7 +152,6 @@ PRINTED = {  # expected, printed, and the difference
     "32_long": (b"x" * 3_000_000, b"x" * 3_000_000, []),
     "33_digit": (b"1.0012e-05\n", b"1.0013e-05\n", ["-1.0012e-05", "+1.0013e-05"]),
     "34_no_last_newline": (b"ok\n", b"ok", [" ok", "+\\ No newline at end of file"]),
-    "35_a_line_more": (b"ok\n", b"ok\n\n", [" ok", "+"]),
     "36_nothing": (b"ok\n", b"", ["-ok"]),
     "37_controls": (b"ok\n", b"\33[32mok\r\n\xff\n", ["-ok", r"+\x1b[32mok\r", r"+\xff"]),
     "38_lines": (b"x\n", b"x\n" * 99, [" x", *["+x"] * 36, "..."]),
@@ -263,11 +268,8 @@ def test_which_python_runs_the_scripts(book):
     assert runs(PYTHON="./other", PATH=book.bin) == "other"  # there is no python3
     write(book.folder / "torch/__init__.py", "")  # in the working directory: does not count
     write(book.folder / "some/triton/__init__.py", "")
-    for path, fault in {
-        "/nowhere/python": "does not run as Python 3.10 or newer\n",
-        "cat": "does not run as Python 3.10 or newer\n",
-        "python3": "lacks torch, numpy\n",
-    }.items():
+    old = "does not run as Python 3.10 or newer\n"
+    for path, fault in {"/nowhere/a": old, "cat": old, "python3": "lacks torch, numpy\n"}.items():
         env = {"PYTHON": path, "PYTHONPATH": book.folder / "some"}
         assert_fault(book.run(env=env), f"PYTHON={path} {fault}")
 
@@ -278,7 +280,7 @@ GPU += "    get_device_name = staticmethod(lambda: 'Fake GPU 100')\nprint('hello
 
 def test_header_where_there_is_a_driver(book):
     book.make({"01_a": OK}).edit("libcuda.so.1", _ctypes.__file__)  # any library that loads
-    path = f"{book.folder / 'gpu'}:{book.folder / 'stubs'}"
+    env = {"PYTHONPATH": f"{book.folder / 'gpu'}:{book.folder / 'stubs'}"}
     for torch, interpret, header, seconds in [
         (GPU.format(True), None, f"{HEADER}Fake GPU 100\n", 300),
         (GPU.format(True), "on", HEADER + NO_GPU, 300),
@@ -286,8 +288,7 @@ def test_header_where_there_is_a_driver(book):
         (HANG, None, "unknown versions: timed out after 3 s\n", 3),
     ]:
         write(book.folder / "gpu/torch/__init__.py", torch)
-        env = {"PYTHONPATH": path, "TRITON_INTERPRET": interpret}
-        result = book.run(f"--timeout={seconds}", env=env)
+        result = book.run(f"--timeout={seconds}", env=env | {"TRITON_INTERPRET": interpret})
         assert result.out.startswith(header) and (result.status, result.err) == (0, "")
 
 
@@ -401,11 +402,10 @@ def test_an_interrupted_set_up_is_made_anew(book, setup, name):
     wait_until(half.exists)
     os.kill(process.pid, getattr(signal, name))
     assert process.wait(60) == SIGNALS.get(name, -signal.SIGKILL)
-    (book.folder / "log").write_text("")
     assert_passes(book.finish(book.start(env=setup()), alone=not killed), err=AS_SET)
     assert not half.exists() and sorted(os.listdir(book.root / ".venv")) == ["bin"]
     assert_passes(book.finish(book.start(env=setup("exit 1")), alone=not killed))
-    assert installed(book) == ["venv", "pip install"]
+    assert installed(book)[-2:] == ["venv", "pip install"]
 
 
 @pytest.mark.parametrize(
