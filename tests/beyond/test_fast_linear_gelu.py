@@ -119,9 +119,8 @@ def assert_right_by(kernel, x, weight, bias):
 
 @every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("M, K, N", [(20, 12, 16), (70, 40, 33)])
-def test_values(dtype, layout, M, K, N):
-    x, weight, bias = inputs(M, K, N, dtype)
+def test_values(dtype, layout):
+    x, weight, bias = inputs(70, 40, 33, dtype)
     assert_right_by("linear_gelu_kernel", LAYOUTS[layout](x), LAYOUTS[layout](weight), bias)
 
 
