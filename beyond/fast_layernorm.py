@@ -33,19 +33,28 @@ TRITON_INTERPRET = os.environ.get("TRITON_INTERPRET")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+def restore_environment():
+    os.environ.pop("TRITON_INTERPRET", None)
+    if TRITON_INTERPRET is not None:
+        os.environ["TRITON_INTERPRET"] = TRITON_INTERPRET
+
+
 import triton
 import triton.language as tl
 
 INTERPRET = not isinstance(tl.cdiv, triton.JITFunction)
 if INTERPRET:
+    os.environ["TRITON_INTERPRET"] = "1"  # as it was when triton was imported, earlier perhaps
     with contextlib.suppress(ImportError):
         import triton.experimental.gluon
-if not INTERPRET and not torch.cuda.is_available():
+elif not torch.cuda.is_available():
+    restore_environment()
     raise ImportError(f"no GPU: import {__name__} before triton, or set TRITON_INTERPRET=1")
 DEVICE = "cpu" if INTERPRET else "cuda"
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 TUPLES = VERSION >= (3, 4)  # older kernels know no tuples: the chunks take all rows there
-RELAUNCH = (3, 6) <= VERSION <= (3, 9)  # the versions on which launching without Triton was tried
+TRIED = (3, 6) <= VERSION <= (3, 9)  # the versions on which launching without Triton was tried
 TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses may hold their values elsewhere
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a significand
 
@@ -294,10 +303,7 @@ def layernorm_chunks_kernel(
         store(out_row, c, x_norm, N, True, "evict_first")
 
 
-if TRITON_INTERPRET is None:
-    os.environ.pop("TRITON_INTERPRET", None)
-else:
-    os.environ["TRITON_INTERPRET"] = TRITON_INTERPRET
+restore_environment()
 
 # For rows of up to so many values: the values of a piece, and the warps of a program. On an H200
 # the fastest of 1 to 12 pieces and 1 to 32 warps, or at most 3% slower.
@@ -483,6 +489,8 @@ def launch(x, weight, bias, eps):
 
     tensors = {"x": x, "weight": weight, "bias": bias}
     check({name: t for name, t in tensors.items() if t is not None or name == "x"})
+    if INTERPRET and x.dtype == torch.bfloat16:  # the interpreter rounds to bfloat16 wrongly
+        return launch(x.float(), weight, bias, eps).bfloat16()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
@@ -501,7 +509,7 @@ def launch(x, weight, bias, eps):
             rows, gamma, beta, out, *numbers, eps, **constants, **options
         )
     as_given = x.is_contiguous() and not x.is_neg() and gamma is weight and beta is bias
-    if as_given and RELAUNCH and compiled is not None and len(_launches) < 4096:
+    if as_given and TRIED and compiled is not None and len(_launches) < 4096:
         run, current_stream = compiled.run, triton.runtime.driver.active.get_current_stream
         handles = compiled.function, compiled.packed_metadata, None, None, None
         _launches[key] = run, current_stream, programs, handles, numbers, tuple(constants.values())
@@ -531,17 +539,21 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     x whose rows are not contiguous or not evenly apart, a strided weight or bias, views that
     negate.
 
-    torch.compile and torch.export see one operator, chapter20::fast_layernorm. There is no
-    gradient, and a forward-mode tangent is dropped. Raises TypeError for another dtype, another
-    layout, and subclasses of torch.Tensor; ValueError for shapes that do not match, for tensors on
-    different devices, for those of a transform such as torch.func.vmap, and where a gradient is
-    wanted.
+    torch.compile and torch.export see one operator, chapter20::fast_layernorm; tensors without
+    values are not checked. There is no gradient, and a forward-mode tangent is dropped.
+
+    Raises TypeError for another dtype, another layout, and subclasses of torch.Tensor; ValueError
+    for shapes that do not match, for tensors on different devices, for those of a transform such as
+    torch.func.vmap, and where a gradient is wanted.
     """
     eps = float(eps)
     if DEVICE == "cuda" and torch.is_autocast_enabled():
         tensors = x, weight, bias
-        x, weight, bias = (t.float() if isinstance(t, torch.Tensor) else t for t in tensors)
+        x, weight, bias = (t.float() if getattr(t, "dtype", None) in BITS else t for t in tensors)
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if traced or (isinstance(x, torch.Tensor) and (type(x) not in TENSORS or x.is_meta)):
+        wanting = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+        if wanting and torch.is_grad_enabled():
+            raise ValueError("fast_layernorm has no backward: use it under torch.no_grad()")
         return operator(x, weight, bias, eps)
     return launch(x, weight, bias, eps)

@@ -23,11 +23,21 @@ TRITON_INTERPRET = os.environ.get("TRITON_INTERPRET")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+def restore_environment():
+    os.environ.pop("TRITON_INTERPRET", None)
+    if TRITON_INTERPRET is not None:
+        os.environ["TRITON_INTERPRET"] = TRITON_INTERPRET
+
+
 import triton
 import triton.language as tl
 
 INTERPRET = not isinstance(tl.cdiv, triton.JITFunction)
-if not INTERPRET and not torch.cuda.is_available():
+if INTERPRET:
+    os.environ["TRITON_INTERPRET"] = "1"  # as it was when triton was imported, earlier perhaps
+elif not torch.cuda.is_available():
+    restore_environment()
     raise ImportError(f"no GPU: import {__name__} before triton, or set TRITON_INTERPRET=1")
 DEVICE = "cpu" if INTERPRET else "cuda"
 # The versions on which Gluon, which is experimental, and launching without Triton were tried.
@@ -331,10 +341,7 @@ def linear_gelu_pingpong_kernel(
     )
 
 
-if TRITON_INTERPRET is None:
-    os.environ.pop("TRITON_INTERPRET", None)
-else:
-    os.environ["TRITON_INTERPRET"] = TRITON_INTERPRET
+restore_environment()
 
 
 @functools.cache
@@ -589,9 +596,11 @@ def fast_linear_gelu(x, weight, bias=None):
     float32, and nothing is rounded in between.
 
     Copied are only an x whose leading dimensions are no one stride apart, and a strided bias.
-    torch.compile and torch.export see one operator, chapter20::fast_linear_gelu.
+    torch.compile and torch.export see one operator, chapter20::fast_linear_gelu; tensors without
+    values are not checked.
 
-    Raises TypeError for another dtype or two, another layout, and subclasses of torch.Tensor;
+    Raises TypeError for another dtype or two, another layout, views that negate, and subclasses of
+    torch.Tensor;
     ValueError for two devices, for shapes that do not chain, for tensors of a transform such as
     torch.func.vmap, and where one requires grad and grad mode is on. A forward-mode tangent is
     dropped.
@@ -603,5 +612,8 @@ def fast_linear_gelu(x, weight, bias=None):
         )
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if traced or (isinstance(x, torch.Tensor) and (type(x) not in TENSORS or x.is_meta)):
+        wanting = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+        if wanting and torch.is_grad_enabled():
+            raise ValueError("fast_linear_gelu is forward only: use it under torch.no_grad()")
         return operator(x, weight, bias)
     return launch_checked(x, weight, bias)

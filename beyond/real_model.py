@@ -106,10 +106,10 @@ def captured(model, x):
 def calls_of(encoder, x):
     """What is timed, by mode and by what is ours in it."""
     calls = {}
+    torch._dynamo.reset()
     swaps = {"as it is": (0, 0), "LayerNorm": (1, 0), "linear + GELU": (0, 1), "both": (1, 1)}
     for name, (norms, linears) in swaps.items():
         model = swap(encoder, norms, linears) if norms or linears else encoder
-        torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, dynamic=False)
         for _ in range(3):
             compiled(x)
@@ -141,6 +141,7 @@ def main():
     if DEVICE == "cpu":
         print("There is no GPU: nothing was timed.")
         return
+    options.out.mkdir(parents=True, exist_ok=True)
     rows = ["| d, tokens, dtype | mode | as it is | LayerNorm | linear + GELU | both |"]
     rows += ["| --- | --- | --- | --- | --- | --- |"]
     for d, tokens, dtype in itertools.product(
@@ -155,7 +156,7 @@ def main():
             found = [f"{ms:.2f}" for (m, _), ms in times.items() if m == mode]
             rows.append(f"| {' | '.join([name, mode, *found])} |")
             print(rows[-1], flush=True)
-    (options.out / "real_model.md").write_text("\n".join(rows) + "\n")
+        (options.out / "real_model.md").write_text("\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -112,6 +112,8 @@ def test_refuses_gradients_and_transforms(name):
                 assert_close(function(*given), torchs(*tensors))
             with pytest.raises(ValueError, match=f"(forward only|no backward).*{argument}"):
                 function(*given)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match="forward only|no backward"):
+        function(*[mode.from_tensor(t) for t in given])
     with pytest.raises(ValueError, match="in memory.*x "):
         torch.func.vmap(lambda x: function(x, *tensors[1:]))(tensors[0])
     with torch.inference_mode():
@@ -226,9 +228,8 @@ def test_autocast_is_torchs(name, dtype):
     tensors = [t.to(dtype) for t in tensors]
     with torch.autocast(DEVICE, torch.bfloat16):
         assert_close(function(*tensors), torchs(*tensors), 2e-2)
-        if name == "fast_linear_gelu":
-            with pytest.raises(TypeError, match="weight torch.int64"):
-                function(tensors[0], tensors[1].long())
+        with pytest.raises(TypeError, match="weight torch.int64"):
+            function(tensors[0], tensors[1].long())
 
 
 @pytest.mark.parametrize("eps", ["0.5", 1, True, torch.tensor(0.25)], ids=str)
@@ -287,10 +288,13 @@ def python(source, *arguments, **environment):
 def test_triton_imported_first_without_a_gpu():
     source = """
 import triton
+value = os.environ["TRITON_INTERPRET"]
 for path in sys.argv[1:]:
     try: load(path)
     except ImportError as error: print(error)
     else: print("loaded")
+    assert "fast_" not in path or os.environ["TRITON_INTERPRET"] == value
+    os.environ["TRITON_INTERPRET"] = value
 """
     refused = python(source, *FILES).splitlines()
     assert len(refused) == len(FILES)
