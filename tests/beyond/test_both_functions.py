@@ -198,8 +198,7 @@ def test_compiled_without_a_graph_break(name, options):
 def test_what_has_no_values_has_a_shape(name):
     function, torchs, tensors = case(name)
     on_meta = function(*[t.to("meta") for t in tensors])
-    with FakeTensorMode() as mode:
-        fake = function(*map(mode.from_tensor, tensors))
+    fake = function(*map(FakeTensorMode().from_tensor, tensors))
     wanted = torchs(*tensors)
     assert (on_meta.shape, on_meta.dtype) == (wanted.shape, wanted.dtype)
     assert (fake.shape, fake.dtype, fake.device) == (wanted.shape, wanted.dtype, wanted.device)
