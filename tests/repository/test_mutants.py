@@ -98,10 +98,13 @@ def test_every_mutant_is_caught(every_mutant, pytestconfig, tmp_path, capsys):
     with capsys.disabled():
         counts = collections.Counter(caught.values()).most_common()
         print(f"\n{len(tried)} of {len(every_mutant)} mutants tried, these caught:", counts)
-    wrong = [mutant for mutant in tried if (mutant in caught) == equivalent(mutant)]
-    if wrong:
-        lines = [f"{mutant.fault}: caught by {caught.get(mutant, 'nothing')}" for mutant in wrong]
-        pytest.fail("\n".join(lines), pytrace=False)
+    survivors = [mutant for mutant in tried if mutant not in caught]
+    missed = [f"nothing caught {mutant.fault}" for mutant in survivors if not equivalent(mutant)]
+    if every:
+        entries = [entry for entry in EQUIVALENT if not any(matches(m, *entry) for m in survivors)]
+        missed += [f"all of these are caught, and not equivalent: {entry}" for entry in entries]
+    if missed:
+        pytest.fail("\n".join(missed), pytrace=False)
 
 
 def test_each_entry_of_the_equivalent_is_made_and_they_are_few(every_mutant):
