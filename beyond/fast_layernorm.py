@@ -28,7 +28,7 @@ import os
 import torch
 
 # Without a GPU, Triton interprets the kernels. It reads this variable when it is imported, for each
-# kernel, and when Gluon is imported, which Triton does at a launch. Then it is as it was before.
+# kernel, and when Gluon is imported, which a launch does. After the last kernel, it is set back.
 TRITON_INTERPRET = os.environ.get("TRITON_INTERPRET")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -45,7 +45,7 @@ import triton.language as tl
 
 INTERPRET = not isinstance(tl.cdiv, triton.JITFunction)
 if INTERPRET:
-    os.environ["TRITON_INTERPRET"] = "1"  # as it was when triton was imported, earlier perhaps
+    os.environ["TRITON_INTERPRET"] = "1"  # triton may have been imported, and it unset, earlier
     with contextlib.suppress(ImportError):
         import triton.experimental.gluon
 elif not torch.cuda.is_available():

@@ -18,7 +18,7 @@ import os
 import torch
 
 # Without a GPU, Triton interprets the kernels. It reads this variable when it is imported, for each
-# kernel, and when Gluon is imported. Then it is as it was before.
+# kernel, and when Gluon is imported. After the last kernel, it is set back.
 TRITON_INTERPRET = os.environ.get("TRITON_INTERPRET")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -35,7 +35,7 @@ import triton.language as tl
 
 INTERPRET = not isinstance(tl.cdiv, triton.JITFunction)
 if INTERPRET:
-    os.environ["TRITON_INTERPRET"] = "1"  # as it was when triton was imported, earlier perhaps
+    os.environ["TRITON_INTERPRET"] = "1"  # triton may have been imported, and it unset, earlier
 elif not torch.cuda.is_available():
     restore_environment()
     raise ImportError(f"no GPU: import {__name__} before triton, or set TRITON_INTERPRET=1")
@@ -600,10 +600,9 @@ def fast_linear_gelu(x, weight, bias=None):
     values are not checked.
 
     Raises TypeError for another dtype or two, another layout, views that negate, and subclasses of
-    torch.Tensor;
-    ValueError for two devices, for shapes that do not chain, for tensors of a transform such as
-    torch.func.vmap, and where one requires grad and grad mode is on. A forward-mode tangent is
-    dropped.
+    torch.Tensor; ValueError for two devices, for shapes that do not chain, for tensors of a
+    transform such as torch.func.vmap, and where one requires grad and grad mode is on. A
+    forward-mode tangent is dropped.
     """
     if torch.is_autocast_enabled(DEVICE):
         dtype, tensors = torch.get_autocast_dtype(DEVICE), (x, weight, bias)
