@@ -144,12 +144,12 @@ def layernorm_rows_kernel(
     N,
     stride_m,
     eps,
-    ROWS: tl.constexpr,  # at most M
     PIECES: tl.constexpr,
     BLOCK_N: tl.constexpr,  # a power of two: the columns of a piece
     MASKED: tl.constexpr,  # does the last piece reach past the row?
     CORRECT_MEAN: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
+    ROWS: tl.constexpr,  # at most M
 ):
     N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
     # The last program takes up rows of the one before, where its own are too few, and writes the
@@ -212,9 +212,9 @@ def layernorm_pieces_kernel(
     BLOCK_N: tl.constexpr,  # a power of two: the columns of a piece
     MASKED: tl.constexpr,  # does the last piece reach past the row?
     CORRECT_MEAN: tl.constexpr,
+    ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
     STAY_16_BIT: tl.constexpr,  # does the row stay in 16 bits?
     READ_AGAIN: tl.constexpr,  # for the output, from the cache: is the row not held to the end?
-    ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
 ):
     N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
     row = tl.program_id(0).to(tl.int64)
@@ -354,43 +354,36 @@ def choose(M, N, align, dtype, gpu):
     """
     nvidia, multiprocessors = gpu
     half = dtype != torch.float32
-    # The sum of so many values is exact, if they are equal, while it fits a float32's significand.
-    correct = BITS[dtype] + (N - 1).bit_length() > BITS[torch.float32]
-    length = triton.next_power_of_2(N)
+    length, rows = triton.next_power_of_2(N), 1
     if N <= 512 and TUPLES:
         # Three quarters of a block, where a row fits them: less is padding.
         BLOCK_N = length // 4 if 32 < N <= length * 3 // 4 else length
         rows = max(1024 // length, 4) if half else max(512 // length, 2)
         rows = min(rows, 2 ** (M.bit_length() - 1))  # a power of two, at most M
-        constants = {
-            "ROWS": rows,
-            "PIECES": triton.cdiv(N, BLOCK_N),
-            "BLOCK_N": BLOCK_N,
-            "MASKED": N % BLOCK_N > 0,
-            "CORRECT_MEAN": correct,
-            "ALIGN": align,
-        }
-        return layernorm_rows_kernel, rows, constants, {"num_warps": 2 if half and N > 256 else 1}
-    found = pieces(M, N, align, half, multiprocessors) if TUPLES else None
-    if found is None:
+        kernel, flags = layernorm_rows_kernel, {"ROWS": rows}
+        warps = 2 if half and N > 256 else 1
+    elif found := TUPLES and pieces(M, N, align, half, multiprocessors):
+        BLOCK_N, warps = found
+        warps = warps if nvidia else min(warps, 16)  # AMD's have 64 threads, a program at most 1024
+        stay = half and N > 16384 and align > 1
+        again = align > 1 and not stay and N <= 20480
+        flags = {"STAY_16_BIT": stay and nvidia, "READ_AGAIN": again}
+        kernel = layernorm_pieces_kernel
+    else:
         BLOCK_N, warps = (8192, 16) if align > 1 else (1024, 8) if half else (2048, 8)
-        constants = {"BLOCK_N": min(BLOCK_N, length), "ALIGN": align}
         # As many registers as leave room for two programs of 16 warps.
         registers = {"maxnreg": 64} if nvidia and align > 1 else {}
+        constants = {"BLOCK_N": min(BLOCK_N, length), "ALIGN": align}
         return layernorm_chunks_kernel, 1, constants, {"num_warps": warps} | registers
-    BLOCK_N, warps = found
-    stay = half and N > 16384 and align > 1
     constants = {
         "PIECES": triton.cdiv(N, BLOCK_N),
         "BLOCK_N": BLOCK_N,
         "MASKED": N % BLOCK_N > 0,
-        "CORRECT_MEAN": correct,
-        "STAY_16_BIT": stay and nvidia,
-        "READ_AGAIN": align > 1 and not stay and N <= 20480,
+        # The sum of so many values is exact, if they are equal, while a float32 has the bits.
+        "CORRECT_MEAN": BITS[dtype] + (N - 1).bit_length() > BITS[torch.float32],
         "ALIGN": align,
     }
-    # AMD's warps have 64 threads, and a program at most 1024.
-    return layernorm_pieces_kernel, 1, constants, {"num_warps": warps if nvidia else min(warps, 16)}
+    return kernel, rows, constants | flags, {"num_warps": warps}
 
 
 @functools.cache
@@ -411,26 +404,25 @@ def address(tensor):
 
 def check(tensors):
     """Raises TypeError or ValueError, naming what each is, unless fast_layernorm takes these."""
-    x = tensors["x"]
-    for t in tensors.values():
-        dense = type(t) in TENSORS and t.layout == torch.strided and not t.is_nested
-        if not dense or t.dtype not in BITS:
-            found = ", ".join(f"{name} {describe(t)}" for name, t in tensors.items())
-            raise TypeError(f"expected dense float32, float16 or bfloat16 tensors, got {found}")
-    if len({t.device for t in tensors.values()}) > 1 or x.device.type != DEVICE:
-        found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
-        raise ValueError(f"expected tensors on one {DEVICE} device, got {found}")
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
-    if x.dim() == 0 or x.shape[-1] > 2**20:
-        raise ValueError(f"expected x (..., N), N at most 2**20, got {shapes}")
-    if any(t.shape != x.shape[-1:] for name, t in tensors.items() if name != "x"):
-        raise ValueError(f"expected weight and bias of x's last dimension, got {shapes}")
-    wanting = ", ".join(name for name, t in tensors.items() if t.requires_grad)
-    if wanting and torch.is_grad_enabled():
-        raise ValueError(f"fast_layernorm has no backward, and {wanting} requires a gradient")
-    freed = ", ".join(name for name, t in tensors.items() if t.numel() and not address(t))
-    if freed:
-        raise ValueError(f"expected tensors with values in memory, got {freed} without")
+
+    def require(fine, error, expected, what):
+        if not fine:
+            found = ", ".join(f"{name} {what(t)}" for name, t in tensors.items())
+            raise error(f"expected {expected}, got {found}")
+
+    x, *others = tensors.values()
+    dense = all(
+        type(t) in TENSORS and t.layout == torch.strided and not t.is_nested and t.dtype in BITS
+        for t in tensors.values()
+    )
+    require(dense, TypeError, "dense float32, float16 or bfloat16 tensors", describe)
+    on_one = x.device.type == DEVICE and all(t.device == x.device for t in others)
+    require(on_one, ValueError, f"tensors on one {DEVICE} device", lambda t: f"on {t.device}")
+    fits = x.dim() > 0 and x.shape[-1] <= 2**20 and all(t.shape == x.shape[-1:] for t in others)
+    shapes = "x (..., N), weight and bias (N,), N at most 2**20"
+    require(fits, ValueError, shapes, lambda t: tuple(t.shape))
+    held = all(address(t) for t in tensors.values() if t.numel())
+    require(held, ValueError, "tensors with values in memory", lambda t: f"at {address(t):#x}")
 
 
 def describe(tensor):
@@ -441,7 +433,7 @@ def describe(tensor):
     return str(tensor.dtype)
 
 
-def launch_key(t, pointer, grad):
+def launch_key(t, pointer):
     """Cache key: whatever changes validation, the choice of kernel, or compilation. Of strides only
     whether they are contiguous, for no other launch is kept.
     """
@@ -455,7 +447,6 @@ def launch_key(t, pointer, grad):
         t.dtype,
         type(t),
         t.is_neg(),
-        grad and t.requires_grad,
     )
 
 
@@ -465,15 +456,10 @@ _launches = {}  # what has been launched, by launch_key of x, weight and bias
 def launch(x, weight, bias, eps):
     """fast_layernorm of tensors that hold values."""
     try:
-        grad = torch.is_grad_enabled()
         x_ptr = x.data_ptr()
         gamma_ptr = None if weight is None else weight.data_ptr()
         beta_ptr = None if bias is None else bias.data_ptr()
-        key = (
-            launch_key(x, x_ptr, grad),
-            launch_key(weight, gamma_ptr, grad),
-            launch_key(bias, beta_ptr, grad),
-        )
+        key = launch_key(x, x_ptr), launch_key(weight, gamma_ptr), launch_key(bias, beta_ptr)
     except (AttributeError, RuntimeError, ValueError):  # x is empty, or check tells what is wrong
         key = None
     known = _launches.get(key)
@@ -547,13 +533,15 @@ def fast_layernorm(x, weight=None, bias=None, eps=1e-5):
     torch.func.vmap, and where a gradient is wanted.
     """
     eps = float(eps)
+    if torch.is_grad_enabled():
+        tensors = {"x": x, "weight": weight, "bias": bias}
+        wanting = [name for name, t in tensors.items() if getattr(t, "requires_grad", False)]
+        if wanting:
+            raise ValueError(f"no backward, but {', '.join(wanting)} requires grad: use no_grad()")
     if DEVICE == "cuda" and torch.is_autocast_enabled():
         tensors = x, weight, bias
         x, weight, bias = (t.float() if getattr(t, "dtype", None) in BITS else t for t in tensors)
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if traced or (isinstance(x, torch.Tensor) and (type(x) not in TENSORS or x.is_meta)):
-        wanting = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-        if wanting and torch.is_grad_enabled():
-            raise ValueError("fast_layernorm has no backward: use it under torch.no_grad()")
         return operator(x, weight, bias, eps)
     return launch(x, weight, bias, eps)

@@ -13,6 +13,7 @@ The file stands alone. Steps 2 to 5 of the table in README.md, from the chapter'
 """
 
 import functools
+import math
 import os
 
 import torch
@@ -177,17 +178,14 @@ def linear_gelu_tma_kernel(
 
         # Half the columns at a time: half the shared memory, so that two programs fit an SM, and
         # one multiplies while the other is here.
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
-        cols = pid_n * BLOCK_N + tl.arange(0, HALF_N)
-        bias_left = tl.zeros((HALF_N,), dtype=tl.float32)
-        bias_right = tl.zeros((HALF_N,), dtype=tl.float32)
-        if bias_ptr is not None:
-            bias_left += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
-            bias_right += tl.load(bias_ptr + cols + HALF_N, mask=cols + HALF_N < N, other=0.0)
-        left = bias_and_gelu(left, bias_left, GELU).to(out_desc.dtype)
-        out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N], left)
-        right = bias_and_gelu(right, bias_right, GELU).to(out_desc.dtype)
-        out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N + HALF_N], right)
+        halves = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
+        for h in tl.static_range(2):
+            cols = pid_n * BLOCK_N + h * HALF_N + tl.arange(0, HALF_N)
+            bias = tl.zeros((HALF_N,), dtype=tl.float32)
+            if bias_ptr is not None:
+                bias += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+            half = bias_and_gelu(halves[h], bias, GELU).to(out_desc.dtype)
+            out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N + h * HALF_N], half)
 
 
 @gluon.jit
@@ -218,18 +216,9 @@ def fetch_blocks(x_desc, w_desc, ring, sizes, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def multiply_and_gelu(
-    bias_ptr,
-    out_desc,
-    ring,
-    out_halves,
-    turns,
-    sizes,
-    WHICH: gl.constexpr,
-    GELU: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
+def multiply_and_gelu(given, WHICH: gl.constexpr, GELU: gl.constexpr, GROUP_M: gl.constexpr):
     """A consumer, four warps: every other tile of the program, from WHICH on, 0 or 1."""
+    bias_ptr, out_desc, out_halves, turns, ring, sizes = given
     x_ring, w_ring, full, empty = ring
     STAGES: gl.constexpr = x_ring.shape[0]
     BLOCK_M: gl.constexpr = x_ring.shape[1]
@@ -324,16 +313,11 @@ def linear_gelu_pingpong_kernel(
     for which in gl.static_range(2):
         hopper.mbarrier.init(turns.index(which), count=1)
     ring, sizes = (x_ring, w_ring, full, empty), (M, N, K)
+    given = (bias_ptr, out_desc, out_halves, turns, ring, sizes)
     gl.warp_specialize(
         [
-            (
-                multiply_and_gelu,
-                (bias_ptr, out_desc, ring, out_halves, turns, sizes, 0, GELU, GROUP_M),
-            ),
-            (
-                multiply_and_gelu,
-                (bias_ptr, out_desc, ring, out_halves, turns, sizes, 1, GELU, GROUP_M),
-            ),
+            (multiply_and_gelu, (given, 0, GELU, GROUP_M)),
+            (multiply_and_gelu, (given, 1, GELU, GROUP_M)),
             (fetch_blocks, (x_desc, w_desc, ring, sizes, GROUP_M)),
         ],
         [4, 1],  # warps of the second consumer and of the producer; the first's are the launch's
@@ -366,8 +350,9 @@ def takes_tma(tensor):
     )
 
 
-def choose(M, N, dtype, capability, sms, tma):
-    """The kernel, its (BLOCK_M, BLOCK_N, BLOCK_K), num_warps and stages.
+@functools.lru_cache(1024)
+def choose(M, N, dtype, device, tma):
+    """What to launch: the kernel, how many programs, and the kernel's constants and options.
 
     tma says whether the tensors can have descriptors. What is taken was the fastest on an H200
     (torch 2.11, triton 3.6) among tiles of 64 to 256 a side, 2 to 6 stages, 4 or 8 warps, and one,
@@ -376,26 +361,37 @@ def choose(M, N, dtype, capability, sms, tma):
     Not searched: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
     There the tiles are such as fit shared memory and registers.
     """
+    capability, sms = gpu(device)
     half = dtype != torch.float32
-    BLOCK_N = 128 if half else 64
-    tiles = triton.cdiv(M, 128) * triton.cdiv(N, BLOCK_N)
+    # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
+    precision = "ieee" if half or capability < (8, 0) else "tf32x3"
+    side = 128 if half else 64
+    tiles = triton.cdiv(M, 128) * triton.cdiv(N, side)
     # Enough tiles for half the SMs, and more rows than the small tiles are for.
     large = M > 32 and 2 * tiles >= sms
     # Hopper alone has its matmul instruction. Up to a tile an SM, one of its consumers has none.
     if tma and half and TRIED and capability[0] == 9 and large and tiles > sms:
-        return linear_gelu_pingpong_kernel, (128, 128, 64), 4, 6
+        kernel, most, sides = linear_gelu_pingpong_kernel, sms, (128, 128, 64)
+        # 12 warps, with the two groups that it adds; they have all the registers there are.
+        options = {"STAGES": 6, "num_warps": 4, "maxnreg": 168}
     # 9 and 10 have the 227 KiB of shared memory that two programs of this take; 12 has 99.
-    if tma and capability[0] in (9, 10) and large:
-        return linear_gelu_tma_kernel, (128, BLOCK_N, 64 if half else 32), 4, 3
-    if capability < (8, 0):
-        step = (32, 32, 32), 4, 2
-    elif M <= 32:
-        step = ((16, 32, 128), 4, 5) if half else ((16, 32, 64), 4, 8)
-    elif half and large:
-        step = (128, 128, 32), 8, 4
+    elif tma and capability[0] in (9, 10) and large:
+        kernel, most, sides = linear_gelu_tma_kernel, 2 * sms, (128, side, 64 if half else 32)
+        options = {"PRECISION": precision, "FLATTEN": half, "num_warps": 4, "num_stages": 3}
     else:
-        step = ((64, 64, 64), 4, 4) if half else ((64, 64, 32), 4, 3)
-    return linear_gelu_kernel, *step
+        if capability < (8, 0):
+            sides, warps, stages = (32, 32, 32), 4, 2
+        elif M <= 32:
+            sides, warps, stages = (16, 32, 128 if half else 64), 4, 5 if half else 8
+        elif half and large:
+            sides, warps, stages = (128, 128, 32), 8, 4
+        else:
+            sides, warps, stages = (64, 64, 64 if half else 32), 4, 4 if half else 3
+        kernel, most = linear_gelu_kernel, math.inf
+        options = {"PRECISION": precision, "num_warps": warps, "num_stages": stages}
+    options |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), sides, strict=True), GROUP_M=GROUP_M)
+    options["GELU"] = "erf" if not half else "exp2" if capability == (0, 0) or INTERPRET else "ptx"
+    return kernel, min(triton.cdiv(M, sides[0]) * triton.cdiv(N, sides[1]), most), options
 
 
 def describe(tensor):
@@ -434,40 +430,8 @@ def check(*tensors):
         refuse(ValueError, expected, lambda t: tuple(t.shape))
     if bias and bias[0].shape != weight.shape[:-1]:
         refuse(ValueError, f"bias {tuple(weight.shape[:-1])}", lambda t: tuple(t.shape))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        expected = "tensors without grad, or torch.no_grad(): this is forward only"
-        refuse(ValueError, expected, lambda t: f"requires_grad={t.requires_grad}")
     if any(t.numel() and not address(t) for t in tensors):
         refuse(ValueError, "tensors with values in memory", lambda t: f"at {address(t):#x}")
-
-
-@functools.lru_cache(1024)
-def plan(M, N, dtype, device, tma):
-    """What to launch: the kernel, how many programs, and the kernel's constants and options."""
-    capability, sms = gpu(device)
-    kernel, (BLOCK_M, BLOCK_N, BLOCK_K), num_warps, stages = choose(
-        M, N, dtype, capability, sms, tma
-    )
-    half = dtype != torch.float32
-    options = {
-        "GELU": "erf" if not half else "exp2" if capability == (0, 0) or INTERPRET else "ptx",
-        "GROUP_M": GROUP_M,
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": BLOCK_K,
-        "num_warps": num_warps,
-    }
-    programs = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
-    if kernel is linear_gelu_pingpong_kernel:
-        # 12 warps, with the two groups that it adds; they have all the registers there are.
-        return kernel, min(programs, sms), options | {"STAGES": stages, "maxnreg": 168}
-    # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
-    options["PRECISION"] = "ieee" if half or capability < (8, 0) else "tf32x3"
-    options["num_stages"] = stages
-    if kernel is linear_gelu_tma_kernel:
-        programs = min(programs, 2 * sms)
-        options["FLATTEN"] = half
-    return kernel, programs, options
 
 
 def descriptor(kernel, tensor, block):
@@ -506,9 +470,7 @@ def launch_key(tensor):
         return type(tensor)
     # A lower one is an offset, in what was freed.
     aligned = pointer % 16 == 0 if pointer >> 32 else None
-    wants_grad = tensor.requires_grad and torch.is_grad_enabled()
-    kind = tensor.dtype, tensor.device, aligned, tensor.is_neg(), wants_grad
-    return tensor.shape, tensor.stride(), kind
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned, tensor.is_neg()
 
 
 # By launch_key of x, weight and bias: the compiled kernel, and what else launch_again takes.
@@ -560,7 +522,7 @@ def launch_checked(x, weight, bias):
     dense_bias = None if bias is None else bias.contiguous()
 
     tma = TensorDescriptor is not None and all(map(takes_tma, (rows, columns, output)))
-    kernel, programs, options = plan(M, N, x.dtype, x.device, tma)
+    kernel, programs, options = choose(M, N, x.dtype, x.device, tma)
     tensors, numbers = arguments_of(kernel, options, rows, columns, dense_bias, output)
     compiled = launch(x.device, kernel, programs, tensors + numbers, options)
     as_given = rows.data_ptr() == x.data_ptr() and dense_bias is bias
@@ -604,6 +566,11 @@ def fast_linear_gelu(x, weight, bias=None):
     transform such as torch.func.vmap, and where one requires grad and grad mode is on. A
     forward-mode tangent is dropped.
     """
+    if torch.is_grad_enabled():
+        tensors = {"x": x, "weight": weight, "bias": bias}
+        wanting = [name for name, t in tensors.items() if getattr(t, "requires_grad", False)]
+        if wanting:
+            raise ValueError(f"no backward, but {', '.join(wanting)} requires grad: use no_grad()")
     if torch.is_autocast_enabled(DEVICE):
         dtype, tensors = torch.get_autocast_dtype(DEVICE), (x, weight, bias)
         x, weight, bias = (
@@ -611,8 +578,5 @@ def fast_linear_gelu(x, weight, bias=None):
         )
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if traced or (isinstance(x, torch.Tensor) and (type(x) not in TENSORS or x.is_meta)):
-        wanting = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-        if wanting and torch.is_grad_enabled():
-            raise ValueError("fast_linear_gelu is forward only: use it under torch.no_grad()")
         return operator(x, weight, bias)
     return launch_checked(x, weight, bias)

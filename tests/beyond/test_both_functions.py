@@ -65,7 +65,7 @@ REFUSED = [
     (0, torch.Tensor.to_sparse, TypeError, r"x torch.float32 \(torch.sparse_coo\)"),
     (1, lambda t: torch.nested.nested_tensor([t]), TypeError, r"weight torch.float32 \(nested\)"),
     (0, lambda t: t.as_subclass(Subclass), TypeError, "Subclass"),
-    (1, lambda t: torch.nn.UninitializedParameter(), TypeError, "weight .*UninitializedParameter"),
+    (1, lambda t: torch.nn.UninitializedParameter(False), TypeError, "weight .*Uninitialized"),
     (1, lambda t: t.to("meta"), ValueError, f"on one {DEVICE} device.*weight on meta"),
     (2, lambda t: t.to("meta"), ValueError, "bias on meta"),
     (0, lambda t: t[0, 0], ValueError, r"x \(\)"),
