@@ -11,12 +11,13 @@ moment to moment, so only what was measured within one round is compared. A time
 the rounds, and so is a ratio; the lowest and the highest round stand beside the time. Inputs are
 random, drawn on the CPU from a seed.
 
-Writes for each part a CSV, with the GPU, its driver and the versions, a table of it and a plot, and
-the host's time for small inputs. Needs a GPU; liger-kernel and quack-kernels take part where they
-are installed.
+Writes for each part a CSV, with the GPU, its driver and the versions, a table and a plot of it;
+host is the host's time for small inputs. Needs a GPU; liger-kernel and quack-kernels take part
+where they are installed.
 """
 
 import argparse
+import contextlib
 import csv
 import functools
 import importlib.util
@@ -25,13 +26,13 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product, takewhile
 from pathlib import Path
 from unittest import mock
 
 try:
-    import numpy  # noqa: F401 - matplotlib needs it
+    import numpy as np
     import torch
     import triton
 except ModuleNotFoundError as error:
@@ -44,6 +45,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"benchmark.py needs {error.name}: {sys.executable} -m pip install {error.name}")
 
 from torch.nn.functional import gelu, layer_norm, linear
+from torch.utils.benchmark import Timer
 from triton.testing import do_bench
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +55,6 @@ LENGTHS = (64, 100, 128, 256, 384, 512, 768, 1000, 1001, 1024, 2048, 3000, 4096,
 LENGTHS += (32768, 50257, 65536, 131072)
 SHAPES = ((4096, 768, 3072), (8192, 1024, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 SMALL = (16, 768, 3072)
-CALLS = 500  # in a row, for the host's time
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -67,16 +68,12 @@ def load(name):
 
 def random(*shape, dtype, seed=20, scale=1.0):
     """Normal values on the GPU, drawn on the CPU from a seed; beyond 2**24 they repeat."""
-    count = torch.Size(shape).numel()
+    count = math.prod(shape)
     values = torch.randn(min(count, 2**24), generator=torch.Generator().manual_seed(seed)) * scale
     return values.to("cuda", dtype).repeat(-(-count // 2**24))[:count].view(shape)
 
 
-def empty_cache():
-    """What do_bench fills to flush the L2: 1 GiB, not 256 MiB, for the host to get ahead meanwhile.
-    Else the GPU waits for a call's Python, and that is timed with it.
-    """
-    return torch.empty(2**30, dtype=torch.int8, device="cuda")
+# --- What is timed ---
 
 
 def compiled(function, **options):
@@ -87,10 +84,8 @@ def best(calls):
     """Of calls by name, the name of the fastest."""
     times = {}
     for name, call in calls.items():
-        try:
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
             times[name] = do_bench(call, warmup=2, rep=5, return_mode="median")
-        except triton.runtime.errors.OutOfResources:
-            pass
     return min(times, key=times.get)
 
 
@@ -125,32 +120,22 @@ def layernorm_contenders(N, dtype, thorough):
     contenders[f"chapter, best ({warps} warps)"] = chapters(warps)
     # The ladder's steps before the last, where they are not the chapter's.
     kernel, rows, constants, options = fast.choose(M, N, math.gcd(N, 16), dtype, fast.gpu(x.device))
-    tensors, programs = (x, weight, bias, out, M, N, N, 1e-5), triton.cdiv(M, rows)
-
-    def step_with(**changed):
-        launched = constants | options | changed
-        return lambda: kernel[(programs,)](*tensors, **launched)
-
-    if 1 < constants["ALIGN"] < 16:
-        contenders["without ALIGN"] = step_with(ALIGN=1)
-    if constants.get("READ_AGAIN"):
-        contenders["pieces, held"] = step_with(READ_AGAIN=False)
-    if constants.get("STAY_16_BIT"):
-        contenders["pieces as float32"] = step_with(STAY_16_BIT=False)
-    contenders |= peer("Liger", "liger-kernel", lambda: liger(x, weight, bias))
-    contenders |= peer("QuACK", "quack-kernels", lambda: quack(x, weight, bias))
+    steps = {
+        "without ALIGN": {"ALIGN": 1} if 1 < constants["ALIGN"] < 16 else None,
+        "pieces, held": {"READ_AGAIN": False} if constants.get("READ_AGAIN") else None,
+        "pieces as float32": {"STAY_16_BIT": False} if constants.get("STAY_16_BIT") else None,
+    }
+    for name, changed in steps.items():
+        if changed:
+            launch = functools.partial(kernel[(triton.cdiv(M, rows),)], **options)
+            launch = functools.partial(launch, **constants | changed)
+            contenders[name] = functools.partial(launch, x, weight, bias, out, M, N, N, 1e-5)
+    for name, make in {"Liger": liger, "QuACK": quack}.items():
+        try:
+            contenders[name] = make(x, weight, bias)
+        except ImportError as error:
+            print(f"  {name} is left out: {error}")
     return contenders
-
-
-def peer(name, package, make):
-    """{name: call} where the package is installed, and loads."""
-    if not installed(package):
-        return {}
-    try:
-        return {name: make()}
-    except ImportError as error:
-        print(f"  {name} is left out: {error}")
-        return {}
 
 
 def liger(x, weight, bias):
@@ -171,6 +156,7 @@ def linear_gelu_contenders(M, K, N, dtype, thorough):
     fast, chapter = load("beyond/fast_linear_gelu.py"), load("chapter20/01_fused_linear_gelu.py")
     x, weight = random(M, K, dtype=dtype), random(N, K, dtype=dtype, seed=21, scale=K**-0.5)
     bias, out = random(N, dtype=dtype, seed=22), torch.empty(M, N, dtype=dtype, device="cuda")
+    half = dtype != torch.float32
 
     def eager():
         return gelu(linear(x, weight, bias))
@@ -190,40 +176,70 @@ def linear_gelu_contenders(M, K, N, dtype, thorough):
         "eager": eager,
         "torch.compile": compiled(eager),
     }
-    if thorough and dtype != torch.float32:  # in float32 it searches for minutes
+    if thorough and half:  # in float32 it searches for minutes
         contenders["max-autotune"] = compiled(eager, mode="max-autotune-no-cudagraphs")
-    if dtype != torch.float32:
+    if half:
         contenders["cuBLASLt, tanh (not exact)"] = lambda: torch._addmm_activation(
             bias, x, weight.T, use_gelu=True
         )
-    descriptors = fast.gpu(x.device)[0][0] in (9, 10)
-    if (M, K, N) in SHAPES[:2] and dtype != torch.float32 and descriptors:
-        # The ladder's steps before the last.
-        pointers, tma = fast.linear_gelu_kernel, fast.linear_gelu_tma_kernel
-        for name, gelu_by, *choice in (
-            ("pointers, erf", "erf", pointers, (128, 128, 32), 8, 4),
-            ("TMA, erf", "erf", tma, (128, 128, 64), 4, 3),
-            ("TMA, polynomial", "ptx", tma, (128, 128, 64), 4, 3),
-        ):
-            contenders[name] = linear_gelu_step(fast, gelu_by, choice, x, weight, bias, out)
+    if (M, K, N) in SHAPES[:2] and half and fast.gpu(x.device)[0][0] in (9, 10):
+        # The ladder's steps before the last: what is chosen where the next one cannot be.
+        choose = functools.partial(fast.choose.__wrapped__, M, N, dtype, x.device)
+        with mock.patch.object(fast, "TRIED", False):
+            pointers, tma = choose(tma=False), choose(tma=True)
+        steps = {"pointers, erf": (pointers, "erf"), "TMA, erf": (tma, "erf")}
+        for name, (step, by) in (steps | {"TMA, polynomial": (tma, "ptx")}).items():
+            kernel, programs, options = step
+            tensors, numbers = fast.arguments_of(kernel, options, x, weight, bias, out)
+            launch = functools.partial(kernel[(programs,)], **options | {"GELU": by})
+            contenders[name] = functools.partial(launch, *tensors, *numbers)
     if M * K * N <= 2**34:
         contenders["chapter, its own tile"] = chapters(16, 16, 16)
     contenders[f"chapter, best tile ({tile})"] = tiles[tile]
     return contenders
 
 
-def linear_gelu_step(fast, gelu_by, choice, x, weight, bias, out):
-    """A launch with this choice of kernel, tile, warps and stages, in place of fast.choose's."""
-    with mock.patch.object(fast, "choose", lambda *_: choice):
-        kernel, programs, options = fast.plan.__wrapped__(
-            len(x), len(weight), x.dtype, x.device, True
-        )
-    options["GELU"] = gelu_by
-    tensors, numbers = fast.arguments_of(kernel, options, x, weight, bias, out)
-    return lambda: kernel[(programs,)](*tensors, *numbers, **options)
+def host_contenders():
+    """Calls by name, by case: inputs so small that the GPU waits for the CPU."""
+    layernorms, linears = load("beyond/fast_layernorm.py"), load("beyond/fast_linear_gelu.py")
+    chapters = load("chapter20/03_fused_layernorm.py").layernorm_forward_kernel[(16,)]
+    x, w, b = (random(*shape, dtype=torch.float32) for shape in ((16, 1024), (1024,), (1024,)))
+    (M, K, N), out = SMALL, torch.empty_like(x)
+    tensors = [random(*shape, dtype=torch.bfloat16) for shape in ((M, K), (N, K), (N,))]
+    return {
+        "LayerNorm, float32, 16 x 1024": {
+            "eager": lambda: layer_norm(x, (1024,), w, b, 1e-5),
+            "bare launch": lambda: chapters(x, w, b, out, 16, 1024, 1024, 1e-5, BLOCK_N=1024),
+            "fast_layernorm": lambda: layernorms.fast_layernorm(x, w, b),
+        },
+        "Linear + bias + GELU, bfloat16, 16 x 768 x 3072": {
+            "eager": lambda: gelu(linear(*tensors)),
+            "fast_linear_gelu": lambda: linears.fast_linear_gelu(*tensors),
+        },
+    }
 
 
-def rounds_of(contenders, count, milliseconds):
+# --- How it is timed ---
+
+
+def empty_cache():
+    """What do_bench fills to flush the L2: 1 GiB, not 256 MiB, for the host to get ahead meanwhile.
+    Else the GPU waits for a call's Python, and that is timed with it.
+    """
+    return torch.empty(2**30, dtype=torch.int8, device="cuda")
+
+
+def gpu_time(call, milliseconds):
+    """Milliseconds of the GPU's time, by calls that take so many in all."""
+    return do_bench(call, warmup=3, rep=milliseconds, return_mode="median")
+
+
+def host_time(call):
+    """Milliseconds that a call takes of the CPU, by 500 in a row."""
+    return Timer("call()", globals={"call": call}).timeit(500).mean * 1e3
+
+
+def rounds_of(contenders, count, timer):
     """Milliseconds of each contender in each round; one that fails says so, and is left out."""
     times = {}
     for name, call in contenders.items():
@@ -235,132 +251,70 @@ def rounds_of(contenders, count, milliseconds):
     for i in range(count):
         # Turned round each time: else one would always be first, on a cooler GPU.
         for name in reversed(times) if i % 2 else times:
-            call = contenders[name]
-            times[name].append(do_bench(call, warmup=3, rep=milliseconds, return_mode="median"))
+            times[name].append(timer(contenders[name]))
     return times
 
 
-def rows_of(case, times, over, rate):
-    """A row of the CSV for each contender: case's columns, time, rate, and ratios to those over."""
-    rows = []
+def rows_of(case, times, unit, figure):
+    """A row of the CSV for each contender: the case's columns, the times in milliseconds, figure of
+    the time in the unit, and the ratio to the time of the first contender, the limit.
+    """
+    rows, limit = [], next(iter(times.values()))
     for name, found in times.items():
-        middle = statistics.median(found)
-        row = {"contender": name, "ms": middle, "lowest_ms": min(found), "highest_ms": max(found)}
-        row = case | row | rate(middle)
-        for other in over:
-            ratios = [a / b for a, b in zip(found, times[other], strict=True)]
-            row[f"time_over_{other.replace(' ', '_')}"] = statistics.median(ratios)
-        rows.append(row)
+        ms = statistics.median(found)
+        ratio = statistics.median(a / b for a, b in zip(found, limit, strict=True))
+        row = {"contender": name, "ms": ms, "lowest_ms": min(found), "highest_ms": max(found)}
+        rows.append(case | row | {unit: figure(ms), "time_over_limit": ratio})
+        print(f"  {name:32} {ms:9.4f} ms ({min(found):.4f} to {max(found):.4f}), {ratio:.3f}")
     return rows
-
-
-def show(title, rows):
-    """The rows of one case as a table."""
-    print(title)
-    for row in rows:
-        *_, (unit, rate), (limit, over_limit), (_, over_ours) = row.items()
-        spread = f"{row['lowest_ms']:.4f} to {row['highest_ms']:.4f}"
-        print(
-            f"  {row['contender']:28} {row['ms']:9.4f} ms ({spread}) {rate:8.2f} {unit}, "
-            f"{over_limit:.3f} {limit.replace('_', ' ')}, {over_ours:.3f} over ours"
-        )
-    print(flush=True)
 
 
 def layernorm(quick):
     lengths = (256, 4096, 32768) if quick else LENGTHS
-    for N in lengths:
-        for dtype, name in NAMES.items():
-            torch._dynamo.reset()
-            times = rounds_of(layernorm_contenders(N, dtype, not quick), 4 if quick else 8, 12)
-            size = 2 * ELEMENTS * dtype.itemsize
-            case = {"dtype": name, "M": ELEMENTS // N, "N": N}
-            over = "copy", "fast_layernorm"
-            rows = rows_of(case, times, over, lambda ms, size=size: {"TB/s": size / ms / 1e9})
-            show(f"LayerNorm, {name}, {ELEMENTS // N} x {N}", rows)
-            yield rows
+    for N, (dtype, name) in product(lengths, NAMES.items()):
+        print(f"LayerNorm, {name}, {ELEMENTS // N} x {N}: time, rounds, time over a copy's")
+        torch._dynamo.reset()
+        contenders = layernorm_contenders(N, dtype, not quick)
+        times = rounds_of(contenders, 4 if quick else 8, lambda call: gpu_time(call, 12))
+        size = 2 * ELEMENTS * dtype.itemsize
+        yield rows_of({"dtype": name, "N": N}, times, "TB/s", lambda ms, size=size: size / ms / 1e9)
 
 
 def linear_gelu(quick):
     cases = [(*shape, torch.bfloat16) for shape in (*SHAPES, SMALL)]
     cases += [(*shape, torch.float32) for shape in (*SHAPES[:3], SMALL)]
     for M, K, N, dtype in cases[:1] if quick else cases:
+        print(f"Linear + bias + GELU, {NAMES[dtype]}, {M} x {K} x {N}: ..., over linear alone")
         torch._dynamo.reset()
         contenders = linear_gelu_contenders(M, K, N, dtype, not quick)
-        times = rounds_of(contenders, 4 if quick else 16, 15)
-        case = {"dtype": NAMES[dtype], "M": M, "K": K, "N": N}
+        times = rounds_of(contenders, 4 if quick else 16, lambda call: gpu_time(call, 15))
+        case = {"dtype": NAMES[dtype], "M x K x N": f"{M} x {K} x {N}"}
         operations = 2 * M * K * N
-        over = "linear alone", "fast_linear_gelu"
-        rows = rows_of(case, times, over, lambda ms, n=operations: {"TFLOP/s": n / ms / 1e9})
-        show(f"Linear + bias + GELU, {NAMES[dtype]}, {M} x {K} x {N}", rows)
-        yield rows
+        yield rows_of(case, times, "TFLOP/s", lambda ms, n=operations: n / ms / 1e9)
 
 
 def host(quick):
-    """Microseconds that a call takes of the CPU, on inputs too small to keep the GPU busy."""
-    layernorms, linears = load("beyond/fast_layernorm.py"), load("beyond/fast_linear_gelu.py")
-    x, w, b = (random(*shape, dtype=torch.float32) for shape in ((16, 1024), (1024,), (1024,)))
-    out = torch.empty_like(x)
-    kernel = load("chapter20/03_fused_layernorm.py").layernorm_forward_kernel
-    M, K, N = SMALL
-    a, weight = random(M, K, dtype=torch.bfloat16), random(N, K, dtype=torch.bfloat16)
-    bias = random(N, dtype=torch.bfloat16)
-    groups = {
-        "LayerNorm, float32, 16 x 1024": {
-            "eager": lambda: layer_norm(x, (1024,), w, b, 1e-5),
-            "chapter's kernel, launched bare": lambda: kernel[(16,)](
-                x, w, b, out, 16, 1024, 1024, 1e-5, BLOCK_N=1024
-            ),
-            "fast_layernorm": lambda: layernorms.fast_layernorm(x, w, b),
-        },
-        "Linear + bias + GELU, bfloat16, 16 x 768 x 3072": {
-            "eager": lambda: gelu(linear(a, weight, bias)),
-            "fast_linear_gelu": lambda: linears.fast_linear_gelu(a, weight, bias),
-        },
-    }
-    for group, calls in groups.items():
-        times = {name: [] for name in calls}
-        for i in range(3 if quick else 11):
-            for name in reversed(calls) if i % 2 else calls:
-                call = calls[name]
-                call()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(CALLS):
-                    call()
-                times[name].append((time.perf_counter() - start) / CALLS * 1e6)
-        found = []
-        print(f"{group}: microseconds of the host's time a call")
-        for name, t in times.items():
-            print(f"  {name:32} {statistics.median(t):6.1f} ({min(t):.1f} to {max(t):.1f})")
-            ratio = statistics.median(a / b for a, b in zip(t, times["eager"], strict=True))
-            found.append(
-                {"case": group, "contender": name, "us": statistics.median(t)}
-                | {"lowest_us": min(t), "highest_us": max(t), "time_over_eager": ratio}
-            )
-        print(flush=True)
-        yield found
+    for case, contenders in host_contenders().items():
+        print(f"{case}: the host's time, rounds, over eager's")
+        times = rounds_of(contenders, 3 if quick else 11, host_time)
+        yield rows_of({"case": case}, times, "microseconds", lambda ms: ms * 1e3)
 
 
-def installed(package):
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+# --- What is written ---
 
 
 @functools.cache
 def machine():
     """What the figures were measured with, as columns of the CSV."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
-    except (OSError, IndexError):  # no nvidia-smi, or it says nothing
-        driver = "unknown"
-    columns = {"gpu": torch.cuda.get_device_name(), "driver": driver}
+    columns = {"gpu": torch.cuda.get_device_name(), "driver": "unknown"}
+    with contextlib.suppress(OSError, IndexError):  # no nvidia-smi, or it says nothing
+        columns["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
     columns["cuda"] = torch.version.cuda
     for package in ("torch", "triton", "liger-kernel", "quack-kernels"):
-        columns[package] = installed(package) or "not installed"
+        columns[package] = "not installed"
+        with contextlib.suppress(PackageNotFoundError):
+            columns[package] = version(package)
     return columns
 
 
@@ -379,134 +333,103 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def by_case(rows, *columns):
-    """The rows of each case, by contender; of a contender's name only what is before a bracket."""
+def by_case(rows):
+    """Rows by contender, by case: what stands before the contender. Of a contender's name only what
+    is before a bracket.
+    """
     cases = {}
     for row in rows:
-        case = cases.setdefault(tuple(row[c] for c in columns), {})
-        case[row["contender"].split(" (")[0]] = row
+        case = tuple(row[column] for column in takewhile("contender".__ne__, row))
+        cases.setdefault(case, {})[row["contender"].split(" (")[0]] = row
     return cases
 
 
-def table(header, lines):
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])
+def ratio(row, inverse):
+    over = float(row["time_over_limit"])
+    return 1 / over if inverse else over
 
 
-def cells(contenders, names, column, invert=False):
-    found = (contenders[name][column] if name in contenders else None for name in names)
-    return ["-" if f is None else f"{1 / float(f) if invert else float(f):.2f}" for f in found]
-
-
-def table_layernorm(rows):
-    """Each contender's speed as a share of the copy's."""
-    cases = by_case(rows, "dtype", "N")
-    names = list(dict.fromkeys(name for case in cases.values() for name in case if name != "copy"))
-    lines = [
-        [dtype, N, f"{float(case['copy']['TB/s']):.2f}"]
-        + cells(case, names, "time_over_copy", invert=True)
-        for (dtype, N), case in cases.items()
-    ]
-    return table(["dtype", "N", "copy, TB/s", *names], lines)
-
-
-def table_linear_gelu(rows):
-    """Each contender's time in that of the linear layer alone."""
-    cases = by_case(rows, "dtype", "M", "K", "N")
-    names = list(dict.fromkeys(name for case in cases.values() for name in case))[1:]
-    lines = [
-        [dtype, f"{M} x {K} x {N}", f"{float(case['linear alone']['ms']):.4f}"]
-        + cells(case, names, "time_over_linear_alone")
-        for (dtype, M, K, N), case in cases.items()
-    ]
-    return table(["dtype", "M x K x N", "linear alone, ms", *names], lines)
-
-
-def table_host(rows):
-    lines = [
-        [row["case"], row["contender"]]
-        + [f"{float(row['us']):.1f}", f"{float(row['time_over_eager']):.2f}"]
-        for row in rows
-    ]
-    return table(["case", "contender", "microseconds a call", "over eager"], lines)
+def table(rows, inverse):
+    """A line of Markdown for each case: the limit's figure, and how the others compare with it: in
+    time, or inverse, in speed.
+    """
+    cases, columns = by_case(rows), list(rows[0])
+    limit, *names = dict.fromkeys(name for case in cases.values() for name in case)
+    unit = columns[columns.index("highest_ms") + 1]
+    lines = [[*takewhile("contender".__ne__, columns), f"{limit}, {unit}", *names]]
+    lines.append(["---"] * len(lines[0]))
+    for case, found in cases.items():
+        cells = [f"{ratio(found[n], inverse):.2f}" if n in found else "-" for n in names]
+        lines.append([*case, f"{float(found[limit][unit]):.3g}", *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 # Told apart by the colour-blind, and in print by their markers.
 STYLES = {
-    "fast_layernorm": ("#D55E00", "o", "-"),
-    "fast_linear_gelu": ("#D55E00", "o", "-"),
-    "torch.compile": ("#0072B2", "s", "--"),
-    "max-autotune": ("#56B4E9", "v", "--"),
-    "eager": ("#555555", "^", ":"),
-    "chapter, best": ("#009E73", "D", "-."),
-    "chapter, best tile": ("#009E73", "D", "-."),
-    "cuBLASLt, tanh": ("#E69F00", "*", "-."),
-    "Liger": ("#CC79A7", "P", ":"),
-    "QuACK": ("#000000", "X", "--"),
+    "fast_layernorm": ("o-", "#D55E00"),
+    "fast_linear_gelu": ("o-", "#D55E00"),
+    "torch.compile": ("s--", "#0072B2"),
+    "max-autotune": ("v--", "#56B4E9"),
+    "eager": ("^:", "#555555"),
+    "chapter, best": ("D-.", "#009E73"),
+    "chapter, best tile": ("D-.", "#009E73"),
+    "cuBLASLt, tanh": ("*-.", "#E69F00"),
+    "Liger": ("P:", "#CC79A7"),
+    "QuACK": ("X--", "#000000"),
 }
 
 
-def style_of(name):
-    if name in STYLES:
-        return dict(zip(("color", "marker", "linestyle"), STYLES[name], strict=True))
-
-
-def plot_layernorm(path, rows):
+def plot_layernorm(rows):
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, dtype in zip(axes, NAMES.values(), strict=True):
-        cases = by_case((row for row in rows if row["dtype"] == dtype), "N")
-        for name in dict.fromkeys(name for case in cases.values() for name in case):
-            if style := style_of(name):
-                points = [
-                    (int(N), 1 / float(case[name]["time_over_copy"]))
-                    for (N,), case in cases.items()
-                    if name in case
-                ]
-                axis.plot(*zip(*points, strict=True), label=name, **style)
+        cases = by_case(row for row in rows if row["dtype"] == dtype)
+        for name, (style, color) in STYLES.items():
+            found = [(int(N), ratio(c[name], True)) for (_, N), c in cases.items() if name in c]
+            if found:
+                N, speed = np.transpose(found)
+                line = N % 16 == 0
+                axis.plot(N[line], speed[line], style, color=color, label=name)
+                axis.plot(N[~line], speed[~line], style[0], color=color, mfc="none")
         axis.axhline(1, color="#555555", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set(title=dtype, xlabel="row length N", ylim=(0, 1.1))
+    axes[0].plot([], [], "o", color="#555555", mfc="none", label="16 does not divide N")
     axes[0].set_ylabel("speed, as a share of a copy's")
-    finish(figure, path, *axes[0].get_legend_handles_labels(), f"LayerNorm, {rows[0]['gpu']}")
+    return figure, axes[0], "LayerNorm"
 
 
-def plot_linear_gelu(path, rows):
-    cases = by_case(rows, "dtype", "M", "K", "N")
+def plot_linear_gelu(rows):
+    cases = by_case(rows)
     figure = Figure(figsize=(8, 0.5 * len(cases) + 1.8), layout="constrained")
     axis = figure.subplots()
-    for name in dict.fromkeys(name for case in cases.values() for name in case):
-        if style := style_of(name):
-            points = [
-                (float(case[name]["time_over_linear_alone"]), place)
-                for place, case in enumerate(cases.values())
-                if name in case
-            ]
-            axis.plot(*zip(*points, strict=True), label=name, **style | {"linestyle": ""})
+    for name, (style, color) in STYLES.items():
+        found = [(ratio(c[name], False), i) for i, c in enumerate(cases.values()) if name in c]
+        if found:
+            axis.plot(*np.transpose(found), style[0], color=color, label=name)
     axis.axvline(1, color="#555555", linewidth=0.8)
-    axis.set_yticks(range(len(cases)), [f"{d}, {m} x {k} x {n}" for d, m, k, n in cases])
+    axis.set_yticks(range(len(cases)), map(", ".join, cases))
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.3)
     axis.set_xscale("log")
     ticks = (0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_xticks(ticks, map(str, ticks))
     axis.minorticks_off()
     axis.set(xlabel="time, in that of the linear layer alone (cuBLAS)")
-    title = f"Linear + bias + exact GELU (M x K x N), {rows[0]['gpu']}"
-    finish(figure, path, *axis.get_legend_handles_labels(), title)
+    return figure, axis, "Linear + bias + exact GELU (M x K x N)"
 
 
-def finish(figure, path, handles, labels, title):
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+def save(path, figure, axis, title):
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(title)
     figure.savefig(path, dpi=150, facecolor="white")
 
 
-# What is timed, its table, and its plot if it has one.
+# What is timed, whether its table has speeds, not times, and its plot if it has one.
 PARTS = {
-    "host": (host, table_host, None),
-    "layernorm": (layernorm, table_layernorm, plot_layernorm),
-    "linear-gelu": (linear_gelu, table_linear_gelu, plot_linear_gelu),
+    "host": (host, False, None),
+    "layernorm": (layernorm, True, plot_layernorm),
+    "linear-gelu": (linear_gelu, False, plot_linear_gelu),
 }
 
 
@@ -529,15 +452,16 @@ def main():
     print(", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     for part in options.parts or PARTS:
-        times, table_of, plot = PARTS[part]
+        measure, inverse, plot = PARTS[part]
         path, found = options.out / f"{part.replace('-', '_')}.csv", []
-        for case in times(options.quick):
+        for case in measure(options.quick):
             found += case
             write(path, found)  # each time: what is cut short is kept
         rows = read(path)
-        path.with_suffix(".md").write_text(table_of(rows) + "\n")
+        path.with_suffix(".md").write_text(table(rows, inverse))
         if plot:
-            plot(path.with_suffix(".png"), rows)
+            figure, axis, title = plot(rows)
+            save(path.with_suffix(".png"), figure, axis, f"{title}, {rows[0]['gpu']}")
         print(f"wrote {path.with_suffix('.*')}", flush=True)
 
 
