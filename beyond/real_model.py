@@ -23,6 +23,7 @@ try:
     import torch
     from fast_layernorm import DEVICE, fast_layernorm
     from fast_linear_gelu import fast_linear_gelu
+    from triton import __version__ as VERSION
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: ./run_all.sh finds a Python that has it, or makes one, .venv/bin/python")
 
@@ -142,7 +143,9 @@ def main():
         print("There is no GPU: nothing was timed.")
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    rows = ["| d, tokens, dtype | mode | as it is | LayerNorm | linear + GELU | both |"]
+    versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {VERSION}"
+    rows = [f"12 layers, milliseconds. {versions}.", ""]
+    rows += ["| d, tokens, dtype | mode | as it is | LayerNorm | linear + GELU | both |"]
     rows += ["| --- | --- | --- | --- | --- | --- |"]
     for d, tokens, dtype in itertools.product(
         (768, 1024), ((1, 128), (32, 128), (32, 512)), ROUNDING
