@@ -55,6 +55,11 @@ LENGTHS = (64, 100, 128, 256, 384, 512, 768, 1000, 1001, 1024, 2048, 3000, 4096,
 LENGTHS += (32768, 50257, 65536, 131072)
 SHAPES = ((4096, 768, 3072), (8192, 1024, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 SMALL = (16, 768, 3072)
+# The rows of a served model: a token or a few, a sentence, a picture, a batch of them.
+ROWS = (1, 2, 8, 16, 17, 32, 33, 64, 96, 128, 197, 256, 384, 512, 768, 1024, 2048, 4096)
+WIDTHS = ((768, 3072), (1024, 4096), (1600, 6400), (4096, 14336))
+LAYERNORM_ROWS = (1, 16, 64, 197, 512, 2048, 4096, 8192)
+LAYERNORM_WIDTHS = (768, 1024, 4096, 8192, 16384)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -130,25 +135,22 @@ def layernorm_contenders(N, dtype, thorough):
             launch = functools.partial(kernel[(triton.cdiv(M, rows),)], **options)
             launch = functools.partial(launch, **constants | changed)
             contenders[name] = functools.partial(launch, x, weight, bias, out, M, N, N, 1e-5)
-    for name, make in {"Liger": liger, "QuACK": quack}.items():
-        try:
-            contenders[name] = make(x, weight, bias)
-        except ImportError as error:
-            print(f"  {name} is left out: {error}")
+    contenders["Liger"] = functools.partial(liger, x, weight, bias)
+    contenders["QuACK"] = functools.partial(quack, x, weight.float(), bias.float())
     return contenders
 
 
 def liger(x, weight, bias):
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    return lambda: LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
+    return LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
 
 
 def quack(x, weight, bias):
+    """Takes weight and bias in float32 only."""
     from quack.rmsnorm import layernorm_fwd
 
-    weight, bias = weight.float(), bias.float()  # it takes no others
-    return lambda: layernorm_fwd(x, weight, bias, 1e-5)
+    return layernorm_fwd(x, weight, bias, 1e-5)
 
 
 def linear_gelu_contenders(M, K, N, dtype, thorough):
@@ -234,9 +236,19 @@ def gpu_time(call, milliseconds):
     return do_bench(call, warmup=3, rep=milliseconds, return_mode="median")
 
 
-def host_time(call):
-    """Milliseconds that a call takes of the CPU, by 500 in a row."""
-    return Timer("call()", globals={"call": call}).timeit(500).mean * 1e3
+def mean_time(call, count):
+    """Milliseconds that one of so many calls in a row takes, of the CPU or the GPU."""
+    return Timer("call()", globals={"call": call}).timeit(count).mean * 1e3
+
+
+def in_graph(call, count):
+    """What replays so many calls, captured in a CUDA graph."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph.replay
 
 
 def rounds_of(contenders, count, timer):
@@ -293,10 +305,48 @@ def linear_gelu(quick):
         yield rows_of(case, times, "TFLOP/s", lambda ms, n=operations: n / ms / 1e9)
 
 
+def sizes(quick):
+    """Both functions over the number of rows, in a CUDA graph, with nothing flushed."""
+    norms, linears = load("beyond/fast_layernorm.py"), load("beyond/fast_linear_gelu.py")
+    of_linear = {
+        "limit": linear,
+        "ours": linears.fast_linear_gelu,
+        "eager": lambda x, weight, bias: gelu(linear(x, weight, bias)),
+    }
+    of_layernorm = {
+        "limit": lambda x, weight, bias: x.clone(),
+        "ours": norms.fast_layernorm,
+        "eager": lambda x, weight, bias: layer_norm(x, weight.shape, weight, bias),
+    }
+    if importlib.util.find_spec("liger_kernel"):
+        of_layernorm["Liger"] = liger
+    cases = [("linear + GELU", of_linear, width, ROWS) for width in WIDTHS]
+    cases += [("LayerNorm", of_layernorm, (width,), LAYERNORM_ROWS) for width in LAYERNORM_WIDTHS]
+    for case, (dtype, name) in product(cases[::4] if quick else cases, NAMES.items()):
+        layer, calls, width, rows = case
+        calls["torch.compile"] = torch.compile(calls["eager"])
+        torch._dynamo.reset()
+        weight = random(*width[::-1], dtype=dtype, seed=21, scale=width[0] ** -0.5)
+        bias = random(width[-1], dtype=dtype, seed=22)
+        for M in rows[::8] if quick else rows:
+            x = random(M, width[0], dtype=dtype)
+            yield sizes_of_one(layer, name, calls, x, weight, bias)
+
+
+def sizes_of_one(layer, dtype, calls, x, weight, bias):
+    count = 20 if len(x) < 1024 else 3
+    calls = {n: in_graph(lambda f=f: f(x, weight, bias), count) for n, f in calls.items()}
+    times = rounds_of(calls, 5, lambda call: mean_time(call, 10) / count)
+    width = " x ".join(map(str, weight.shape[::-1]))
+    case = {"layer": layer, "dtype": dtype, "width": width, "M": len(x)}
+    print(*case.values())
+    return rows_of(case, times, "microseconds", lambda ms: ms * 1e3)
+
+
 def host(quick):
     for case, contenders in host_contenders().items():
         print(f"{case}: the host's time, rounds, over eager's")
-        times = rounds_of(contenders, 3 if quick else 11, host_time)
+        times = rounds_of(contenders, 3 if quick else 11, lambda call: mean_time(call, 500))
         yield rows_of({"case": case}, times, "microseconds", lambda ms: ms * 1e3)
 
 
@@ -428,6 +478,7 @@ def save(path, figure, axis, title):
 # What is timed, whether its table has speeds, not times, and its plot if it has one.
 PARTS = {
     "host": (host, False, None),
+    "sizes": (sizes, False, None),
     "layernorm": (layernorm, True, plot_layernorm),
     "linear-gelu": (linear_gelu, False, plot_linear_gelu),
 }

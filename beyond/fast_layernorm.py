@@ -215,16 +215,21 @@ def layernorm_pieces_kernel(
     ALIGN: tl.constexpr,  # a power of two that divides N and stride_m, at most 16
     STAY_16_BIT: tl.constexpr,  # does the row stay in 16 bits?
     READ_AGAIN: tl.constexpr,  # for the output, from the cache: is the row not held to the end?
+    EARLY: tl.constexpr,  # are gamma and beta read at once, with the row?
 ):
     N, stride_m = multiple(N, ALIGN), multiple(stride_m, ALIGN)
     row = tl.program_id(0).to(tl.int64)
     x_row, out_row = x_ptr + row * stride_m, out_ptr + row * N
     cols = tl.arange(0, BLOCK_N)
-    pieces = ()
+    pieces, gammas, betas = (), (), ()
     for p in tl.static_range(PIECES):
         c = p * BLOCK_N + cols
         piece = load(x_row, c, N, MASKED and p == PIECES - 1, "evict_last" if READ_AGAIN else "")
         pieces = pieces + (piece,)
+        if EARLY and gamma_ptr is not None:
+            gammas = gammas + (load(gamma_ptr, c, N, MASKED and p == PIECES - 1, ""),)
+        if EARLY and beta_ptr is not None:
+            betas = betas + (load(beta_ptr, c, N, MASKED and p == PIECES - 1, ""),)
 
     sums = tl.zeros([BLOCK_N], tl.float32)
     for p in tl.static_range(PIECES):
@@ -249,9 +254,15 @@ def layernorm_pieces_kernel(
         else:
             x = same(again[p], STAY_16_BIT)
         x_norm = (x.to(tl.float32) - mean - rest) * inv_std
-        x_norm = scale_and_shift(
-            x_norm, gamma_ptr, beta_ptr, c, N, MASKED and p == PIECES - 1, "evict_last"
-        )
+        if EARLY:
+            if gamma_ptr is not None:
+                x_norm *= gammas[p].to(tl.float32)
+            if beta_ptr is not None:
+                x_norm += betas[p].to(tl.float32)
+        else:
+            x_norm = scale_and_shift(
+                x_norm, gamma_ptr, beta_ptr, c, N, MASKED and p == PIECES - 1, "evict_last"
+            )
         store(out_row, c, x_norm, N, MASKED and p == PIECES - 1, "evict_first")
 
 
@@ -329,7 +340,7 @@ HALF = {
 }
 
 
-def pieces(M, N, align, half, multiprocessors):
+def pieces(N, align, half, few):
     """The values of a piece and the warps of a program; None for rows that only the chunks take."""
     if align == 1:
         # Read value by value: one for each thread and piece, or two.
@@ -341,11 +352,7 @@ def pieces(M, N, align, half, multiprocessors):
     if length is None:
         return None
     BLOCK_N, warps = table[length]
-    if half and M <= 4 * multiprocessors:
-        # Few programs on a multiprocessor: more warps, so that more is on its way at once.
-        more = min(4 if M <= multiprocessors else 2, 32 // warps)
-        BLOCK_N, warps = BLOCK_N * more, warps * more
-    return BLOCK_N, warps
+    return (2 * BLOCK_N, 2 * warps) if half and few and warps < 4 else (BLOCK_N, warps)
 
 
 def choose(M, N, align, dtype, gpu):
@@ -355,6 +362,8 @@ def choose(M, N, align, dtype, gpu):
     nvidia, multiprocessors = gpu
     half = dtype != torch.float32
     length, rows = triton.next_power_of_2(N), 1
+    # So few values that the time is that of their way from the memory, not of its bandwidth.
+    few = M * N <= 2**14 * multiprocessors
     if N <= 512 and TUPLES:
         # Three quarters of a block, where a row fits them: less is padding.
         BLOCK_N = length // 4 if 32 < N <= length * 3 // 4 else length
@@ -362,12 +371,14 @@ def choose(M, N, align, dtype, gpu):
         rows = min(rows, 2 ** (M.bit_length() - 1))  # a power of two, at most M
         kernel, flags = layernorm_rows_kernel, {"ROWS": rows}
         warps = 2 if half and N > 256 else 1
-    elif found := TUPLES and pieces(M, N, align, half, multiprocessors):
+    elif found := TUPLES and pieces(N, align, half, few):
         BLOCK_N, warps = found
         warps = warps if nvidia else min(warps, 16)  # AMD's have 64 threads, a program at most 1024
-        stay = half and N > 16384 and align > 1
-        again = align > 1 and not stay and N <= 20480
-        flags = {"STAY_16_BIT": stay and nvidia, "READ_AGAIN": again}
+        early = few and N <= 16384 and align > 1
+        stay = half and N >= 16384 and align > 1 and not early
+        # Only if x is larger than the cache: else the row is better held.
+        again = M * N * dtype.itemsize > 2**27 and N <= 20480 and align > 1 and not stay
+        flags = {"STAY_16_BIT": stay and nvidia, "READ_AGAIN": again, "EARLY": early}
         kernel = layernorm_pieces_kernel
     else:
         BLOCK_N, warps = (8192, 16) if align > 1 else (1024, 8) if half else (2048, 8)

@@ -13,7 +13,6 @@ The file stands alone. Steps 2 to 5 of the table in README.md, from the chapter'
 """
 
 import functools
-import math
 import os
 
 import torch
@@ -69,6 +68,14 @@ def tile_of(tile, num_m, num_n, GROUP_M: tl.constexpr):
     height = tl.minimum(num_m - first, GROUP_M)
     rest = tile % (GROUP_M * num_n)
     return first + rest % height, rest // height
+
+
+@triton.jit
+def top_of(pid_m, M, BLOCK_M: tl.constexpr):
+    """A tile's first row, for TMA, which is slow where a block reaches past the edge: the last tile
+    begins so early that it ends with the matrix, and computes some rows of the one before again.
+    """
+    return tl.maximum(tl.minimum(pid_m * BLOCK_M, M - BLOCK_M), 0)
 
 
 @triton.jit
@@ -131,13 +138,18 @@ def linear_gelu_kernel(
     step = tl.full((), BLOCK_K, tl.int64)
     x_ptrs = x_ptr + rows[:, None] * stride_xm + ks[None, :] * stride_xk
     w_ptrs = w_ptr + cols[None, :] * stride_wn + ks[:, None] * stride_wk
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_K if BLOCK_M == 1 else BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         x = tl.load(x_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0.0)
         w = tl.load(w_ptrs, mask=(cols[None, :] < N) & (ks[:, None] < K - k), other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if BLOCK_M == 1:  # the tensor cores have 8 rows at least
+            acc += tl.trans(x).to(tl.float32) * w.to(tl.float32)
+        else:
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
         x_ptrs += step * stride_xk
         w_ptrs += step * stride_wk
+    if BLOCK_M == 1:
+        acc = tl.sum(acc, axis=0)[None, :]
 
     bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
     if bias_ptr is not None:
@@ -161,18 +173,19 @@ def linear_gelu_tma_kernel(
     PRECISION: tl.constexpr,
     GELU: tl.constexpr,
     GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,  # one loop over all tiles' blocks: the next tile's loads start early
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     HALF_N: tl.constexpr = BLOCK_N // 2
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    # Flattened into one loop over all tiles' blocks: the next tile's loads start early.
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         pid_m, pid_n = tile_of(tile, num_m, num_n, GROUP_M)
+        top = top_of(pid_m, M, BLOCK_M)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(tl.cdiv(K, BLOCK_K)):
-            x = x_desc.load([pid_m * BLOCK_M, k * BLOCK_K])
+            x = x_desc.load([top, k * BLOCK_K])
             w = w_desc.load([pid_n * BLOCK_N, k * BLOCK_K])
             acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
 
@@ -185,7 +198,7 @@ def linear_gelu_tma_kernel(
             if bias_ptr is not None:
                 bias += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
             half = bias_and_gelu(halves[h], bias, GELU).to(out_desc.dtype)
-            out_desc.store([pid_m * BLOCK_M, pid_n * BLOCK_N + h * HALF_N], half)
+            out_desc.store([top, pid_n * BLOCK_N + h * HALF_N], half)
 
 
 @gluon.jit
@@ -202,13 +215,13 @@ def fetch_blocks(x_desc, w_desc, ring, sizes, GROUP_M: gl.constexpr):
     phase = 1  # of a new barrier, as if the slot had been emptied before
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         pid_m, pid_n = tile_of(tile, num_m, num_n, GROUP_M)
+        top = top_of(pid_m, M, BLOCK_M)
         for k in range(gl.cdiv(K, BLOCK_K)):
             hopper.mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             hopper.mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)  # 2 bytes a value
-            x_at, w_at = [pid_m * BLOCK_M, k * BLOCK_K], [pid_n * BLOCK_N, k * BLOCK_K]
-            tma_load(x_desc, x_at, bar, x_ring.index(slot))
-            tma_load(w_desc, w_at, bar, w_ring.index(slot))
+            tma_load(x_desc, [top, k * BLOCK_K], bar, x_ring.index(slot))
+            tma_load(w_desc, [pid_n * BLOCK_N, k * BLOCK_K], bar, w_ring.index(slot))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -275,7 +288,7 @@ def multiply_and_gelu(given, WHICH: gl.constexpr, GELU: gl.constexpr, GROUP_M: g
             hopper.tma.store_wait(0)  # until the half before is out
             out_half.store(half)
             hopper.fence_async_shared()
-            corner = [pid_m * BLOCK_M, pid_n * BLOCK_N + h * HALF_N]
+            corner = [top_of(pid_m, M, BLOCK_M), pid_n * BLOCK_N + h * HALF_N]
             tma_store(out_desc, corner, out_half)
         block += 2 * num_k
         turn ^= 1
@@ -354,44 +367,59 @@ def takes_tma(tensor):
 def choose(M, N, dtype, device, tma):
     """What to launch: the kernel, how many programs, and the kernel's constants and options.
 
-    tma says whether the tensors can have descriptors. What is taken was the fastest on an H200
-    (torch 2.11, triton 3.6) among tiles of 64 to 256 a side, 2 to 6 stages, 4 or 8 warps, and one,
-    two or three programs an SM; for 16 rows among tiles of 16 to 64 by 32 to 256, up to 8 stages.
-
-    Not searched: between 32 rows and enough tiles, large matrices by pointers, and other GPUs.
-    There the tiles are such as fit shared memory and registers.
+    tma says whether the tensors can have descriptors. On Hopper the tile is the smallest of which
+    there are no more than SMs: so all tiles are computed at once, by as many SMs as possible. Where
+    even the largest tiles are more, programs go on from tile to tile. Tiles, warps and stages are
+    the fastest on an H200 (torch 2.11, triton 3.6) of some 400, or a few percent slower. On other
+    GPUs nothing was timed; there they fit the shared memory and the registers.
     """
     capability, sms = gpu(device)
-    half = dtype != torch.float32
-    # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
-    precision = "ieee" if half or capability < (8, 0) else "tf32x3"
-    side = 128 if half else 64
-    tiles = triton.cdiv(M, 128) * triton.cdiv(N, side)
-    # Enough tiles for half the SMs, and more rows than the small tiles are for.
-    large = M > 32 and 2 * tiles >= sms
-    # Hopper alone has its matmul instruction. Up to a tile an SM, one of its consumers has none.
-    if tma and half and TRIED and capability[0] == 9 and large and tiles > sms:
-        kernel, most, sides = linear_gelu_pingpong_kernel, sms, (128, 128, 64)
-        # 12 warps, with the two groups that it adds; they have all the registers there are.
-        options = {"STAGES": 6, "num_warps": 4, "maxnreg": 168}
-    # 9 and 10 have the 227 KiB of shared memory that two programs of this take; 12 has 99.
-    elif tma and capability[0] in (9, 10) and large:
-        kernel, most, sides = linear_gelu_tma_kernel, 2 * sms, (128, side, 64 if half else 32)
-        options = {"PRECISION": precision, "FLATTEN": half, "num_warps": 4, "num_stages": 3}
+    half, hopper, blackwell = dtype != torch.float32, capability[0] == 9, capability[0] == 10
+
+    def count(BLOCK_M, BLOCK_N):
+        return triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
+
+    def at_once(*tiles):
+        """The first of which there are no more than SMs, or the last."""
+        return next((tile for tile in tiles if count(*tile) <= sms), tiles[-1])
+
+    large = M >= 128 and 2 * count(128, 128) > 3 * sms
+    warps, stages = 4, 4 if half else 3
+    if M <= (1 if half else 4):
+        tile, BLOCK_K, warps = (1, 16), 256 if half else 128, 2
+    elif capability < (8, 0):
+        tile, BLOCK_K, stages = (32, 32), 32, 2
+    elif M <= (16 if half else 32):
+        tile, BLOCK_K = at_once((16, 32), (16, 64)), 128 if half else 64
+    elif hopper and half and not large:
+        tile, BLOCK_K = at_once((64, 32), (64, 64), (64, 128)), 128
+        if M > 64 and count(*tile) > sms:  # two on each SM
+            tile, BLOCK_K = (64, 128) if M < 128 else (128, 64), 64
+    elif hopper and not half:
+        small, big = ((64, 32), (64, 64)), ((128, 64), (128, 128)) if M >= 128 else ()
+        tile, BLOCK_K = at_once(*small, *big), 64
+        warps = 8 if tile in big else 4
+    elif large and (hopper or blackwell) and tma:  # two on each SM, or linear_gelu_pingpong_kernel
+        tile, BLOCK_K, stages = ((128, 128), 64, 3) if half else ((128, 64), 32, 3)
+    elif large and half:
+        tile, BLOCK_K, warps = (128, 128), 32, 8
     else:
-        if capability < (8, 0):
-            sides, warps, stages = (32, 32, 32), 4, 2
-        elif M <= 32:
-            sides, warps, stages = (16, 32, 128 if half else 64), 4, 5 if half else 8
-        elif half and large:
-            sides, warps, stages = (128, 128, 32), 8, 4
-        else:
-            sides, warps, stages = (64, 64, 64 if half else 32), 4, 4 if half else 3
-        kernel, most = linear_gelu_kernel, math.inf
-        options = {"PRECISION": precision, "num_warps": warps, "num_stages": stages}
-    options |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), sides, strict=True), GROUP_M=GROUP_M)
+        tile, BLOCK_K = (64, 64), 64 if half else 32
+
+    programs = count(*tile)
+    options = {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K, "num_warps": warps}
+    options["GROUP_M"] = GROUP_M
     options["GELU"] = "erf" if not half else "exp2" if capability == (0, 0) or INTERPRET else "ptx"
-    return kernel, min(triton.cdiv(M, sides[0]) * triton.cdiv(N, sides[1]), most), options
+    if tma and half and hopper and large and TRIED:
+        # 12 warps, with the two groups that it adds; they have all the registers there are.
+        options |= {"STAGES": 6, "maxnreg": 168}
+        return linear_gelu_pingpong_kernel, min(programs, sms), options
+    # Three products in TF32, of the high and low parts: float32's accuracy, and faster.
+    options["PRECISION"] = "ieee" if half or capability < (8, 0) else "tf32x3"
+    options["num_stages"] = stages
+    if tma and (hopper and M > 64 or blackwell and large):
+        return linear_gelu_tma_kernel, min(programs, sms if warps == 8 else 2 * sms), options
+    return linear_gelu_kernel, programs, options
 
 
 def describe(tensor):
