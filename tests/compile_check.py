@@ -1,6 +1,5 @@
-"""What gpu_compile.py and compile_beyond.py find, for the tests: each runs in its own process."""
+"""What gpu_compile.py, which runs in a process of its own, finds; and how to run such a process."""
 
-import functools
 import json
 import subprocess
 import sys
@@ -21,9 +20,3 @@ def compile_all(paths, *targets):
     arguments = [f"{path}:{','.join(targets)}" if targets else path for path in paths]
     lines = run(ROOT / "tests/gpu_compile.py", *arguments).splitlines()
     return dict(zip(paths, map(json.loads, lines), strict=True))
-
-
-@functools.cache
-def compile_beyond(file):
-    """What compile_beyond.py finds on each target: [kernel, constants, faults], ..."""
-    return json.loads(run(ROOT / "tests/compile_beyond.py", file, *TARGETS))

@@ -17,11 +17,15 @@ benchmark = load("beyond/benchmark.py")
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_the_readme_quotes_the_table_of_the_csv(part):
+def test_the_readme_quotes_the_table_of_the_csv_and_a_plot_can_be_drawn_of_it(part, tmp_path):
     rows = benchmark.read(RESULTS / f"{part}.csv")
     table = (RESULTS / f"{part}.md").read_text()
-    assert benchmark.table(rows, part == "layernorm") == table
-    assert table in README
+    _, inverse, plot = benchmark.PARTS[part.replace("_", "-")]
+    assert benchmark.table(rows, inverse) == table and table in README
+    assert (plot is None) == (part == "host")
+    if plot:
+        benchmark.save(tmp_path / "plot.png", *plot(rows))
+        assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
 LAYERNORM = benchmark.by_case(benchmark.read(RESULTS / "layernorm.csv"))
@@ -62,13 +66,6 @@ def test_the_readme_tells_where_another_is_ahead():
     assert sorted(told) == sorted(ahead)
 
 
-@pytest.mark.parametrize("part", ["layernorm", "linear_gelu"])
-def test_a_plot_can_be_drawn_of_the_csv(part, tmp_path):
-    rows = benchmark.read(RESULTS / f"{part}.csv")
-    benchmark.save(tmp_path / "plot.png", *getattr(benchmark, f"plot_{part}")(rows))
-    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_contenders_take_turns_and_one_that_fails_is_left_out(monkeypatch, capsys):
     turns = []
     times = {"A": 2.0, "B": 1.0, "C": 0.0}
@@ -86,20 +83,6 @@ def test_rows_compare_within_a_round_only():
     assert (row["TB/s"], row["time_over_limit"]) == (3, 2)
 
 
-def run(monkeypatch, *arguments):
-    """The exit status of the benchmark with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit:
-        benchmark.main()
-    return exit.value.code
-
-
-@interpreted
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
-    assert run(monkeypatch, "--out", tmp_path) == 2
-    assert capsys.readouterr() == ("", "benchmark.py needs a GPU: torch sees none\n")
-
-
 @on_a_gpu
 def test_a_quick_run_writes_every_part(tmp_path):
     command = [sys.executable, ROOT / "beyond/benchmark.py", "--quick", "--out", tmp_path]
@@ -111,10 +94,14 @@ def test_a_quick_run_writes_every_part(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["softmax"], "no such part: softmax; there are host, layernorm, linear-gelu"),
+        (["softmax"], "no such part: softmax; there are host, sizes, layernorm, linear-gelu"),
         (["--quick", "--out", RESULTS], "give another folder with --out"),
+        pytest.param([], "benchmark.py needs a GPU: torch sees none", marks=interpreted),
     ],
 )
 def test_refuses(monkeypatch, capsys, arguments, message):
-    assert run(monkeypatch, *arguments) == 2
-    assert message in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *map(str, arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
+    out, told = capsys.readouterr()
+    assert out == "" and message in told

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -183,11 +183,12 @@ def test_the_operator_passes_opcheck(name, has_bias):
 
 
 @each
-@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}, {"dynamic": True}], ids=str)
-def test_compiled_without_a_graph_break(name, options):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_without_a_graph_break(name, dynamic):
     function, torchs, (x, weight, bias) = case(name)
+    options = {"dynamic": True} if dynamic else {"mode": "reduce-overhead"}
     if INTERPRET:  # inductor's own code for the CPU would take a C++ compiler and its time
-        options = {"backend": "aot_eager", "dynamic": options.get("dynamic", False)}
+        options = {"backend": "aot_eager", "dynamic": dynamic}
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: function(x * 2, weight, bias) + 1, fullgraph=True, **options)
     for rows in (4, 4, 4, 3):
@@ -244,76 +245,53 @@ def test_eps_is_a_number_each_time(eps):
 @each
 def test_threads_and_streams(name):
     function, torchs, (x, weight, bias) = case(name)
-    failures = []
 
     def work(seed):
         with torch.cuda.stream(torch.cuda.Stream()):
             for step in range(50):
                 t = draw(4, 16, seed=seed) * step
-                try:
-                    assert_close(function(t, weight, bias), torchs(t, weight, bias), 1e-4)
-                except Exception as error:
-                    failures.append(error)
+                assert_close(function(t, weight, bias), torchs(t, weight, bias), 1e-4)
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))  # raises what a thread has raised
 
 
 # --- The files ---
 
-LOADS = """
-import importlib.util, os, sys
-def load(path):
-    spec = importlib.util.spec_from_file_location("loaded", path)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-"""
-FILES = [*sorted(ROOT.glob("chapter20/*.py")), *sorted(ROOT.glob("beyond/fast_*.py"))]
-
-
-def python(source, *arguments, **environment):
-    environment = os.environ | {"TRITON_INTERPRET": "0"} | environment
-    command = [sys.executable, "-c", LOADS + source, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_triton_imported_first_without_a_gpu():
-    source = """
-import triton
-value = os.environ["TRITON_INTERPRET"]
+TRITON_FIRST = """
+import os, runpy, sys, triton
 for path in sys.argv[1:]:
-    try: load(path)
+    try: runpy.run_path(path)
     except ImportError as error: print(error)
-    else: print("loaded")
-    assert "fast_" not in path or os.environ["TRITON_INTERPRET"] == value
-    os.environ["TRITON_INTERPRET"] = value
+    assert "fast_" not in path or os.environ["TRITON_INTERPRET"] == "0"
+    os.environ["TRITON_INTERPRET"] = "0"
 """
-    refused = python(source, *FILES).splitlines()
-    assert len(refused) == len(FILES)
-    assert all("import" in line and "triton" in line for line in refused)
-    assert python(source, *FILES, TRITON_INTERPRET="1").splitlines() == ["loaded"] * len(FILES)
+FILES_FIRST = """
+import os, runpy, sys
+for value in (None, "0", "1"):
+    for path in sys.argv[1:]:
+        os.environ.pop("TRITON_INTERPRET", None)
+        if value: os.environ["TRITON_INTERPRET"] = value
+        launch = runpy.run_path(path).get("fast_layernorm")
+        assert "fast_" not in path or os.environ.get("TRITON_INTERPRET") == value
+        if launch:
+            import torch
+            launch(torch.ones(2, 8))
+"""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_the_environment_is_as_it_was():
-    source = """
-for value in (None, "0"):
-    os.environ.pop("TRITON_INTERPRET", None)
-    if value: os.environ["TRITON_INTERPRET"] = value
-    for path in sys.argv[1:]: load(path)
-    assert os.environ.get("TRITON_INTERPRET") == value
-import torch
-import fast_layernorm
-fast_layernorm.fast_layernorm(torch.ones(2, 8))  # works all the same
-"""
-    python(source, *FILES[-2:], PYTHONPATH=str(ROOT / "beyond"))
+def test_without_a_gpu_triton_must_not_be_first_and_the_environment_stays():
+    files = [*sorted(ROOT.glob("beyond/fast_*.py")), *sorted(ROOT.glob("chapter20/*.py"))]
+    environment, printed = os.environ | {"TRITON_INTERPRET": "0"}, []
+    for source in (TRITON_FIRST, FILES_FIRST):
+        command = [sys.executable, "-c", source, *files]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        printed.append(result.stdout.splitlines())
+    assert len(printed[0]) == len(files) and printed[1] == []
+    assert all("import" in line and "triton" in line for line in printed[0])
 
 
 @each
